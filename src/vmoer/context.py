@@ -1,0 +1,107 @@
+"""Which tokens a forward pass is about: their positions, rows and mask, and what the attached routers share."""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from vmoer.routers import Config, Routing
+
+if TYPE_CHECKING:
+    from vmoer.recording import Record
+
+
+@dataclass
+class Pass:
+    """One run of the decoder. Tokens are numbered as they are routed: row by row."""
+
+    positions_T: Tensor
+    rows_T: Tensor
+    mask_BT: Tensor | None
+    shape: tuple[int, int]
+    step: int | None = None
+    passes_T: Tensor | None = None
+    record: "Record | None" = None
+    seen: set[int] = field(default_factory=set)
+
+    def hand_over(self, layer: int, method: nn.Module, u_TD: Tensor, routing: Routing, chosen_TK: Tensor) -> None:
+        """Give the record what a layer routed; once, though checkpointing may run the layer again."""
+        if self.record is not None and layer not in self.seen:
+            self.seen.add(layer)
+            self.record.add(self, layer, method, u_TD, routing, chosen_TK)
+
+
+@dataclass
+class Attachment:
+    """What the attached routers of one model share."""
+
+    config: Config
+    layers: list[int]
+    enabled: bool = True
+    checking: bool = False
+    fired: bool = False
+    record: "Record | None" = None
+    step: int | None = None
+    first_row: int = 0
+    passes: Tensor | int | None = None
+    collector: Any = None
+    now: Pass | None = None
+    required_grad: list[nn.Parameter] = field(default_factory=list)
+    hooks: list[Any] = field(default_factory=list)
+
+    def begin(self, positions_BT: Tensor, mask_BT: Tensor | None) -> None:
+        batch, tokens = positions_BT.shape
+        device = positions_BT.device
+        rows_B = self.first_row + torch.arange(batch, device=device)
+        passes_T = None
+        if self.passes is not None:
+            passes_B = torch.as_tensor(self.passes, device=device).expand(batch)
+            passes_T = passes_B.repeat_interleave(tokens)
+        self.now = Pass(
+            positions_T=positions_BT.reshape(-1),
+            rows_T=rows_B.repeat_interleave(tokens),
+            mask_BT=mask_BT,
+            shape=(batch, tokens),
+            step=self.step,
+            passes_T=passes_T,
+            record=self.record,
+        )
+        if self.record is not None:
+            self.record.begin(self.now)
+
+    def current(self, u_TD: Tensor) -> Pass:
+        """The pass these states belong to. A router run by itself counts its tokens as one row."""
+        if self.now is not None and len(self.now.positions_T) == len(u_TD):
+            return self.now
+        arange = torch.arange(len(u_TD), device=u_TD.device)
+        return Pass(arange, torch.zeros_like(arange), None, (1, len(u_TD)), step=self.step)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy of the model starts outside any pass or record."""
+        return {**self.__dict__, "record": None, "now": None, "collector": None, "step": None, "passes": None}
+
+
+def positions_and_mask(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+    """Each token's position in its own sequence without padding, [B, T], and the mask, [B, T], from a decoder's arguments."""
+    states = kwargs.get("input_ids")
+    if states is None:
+        states = kwargs.get("inputs_embeds")
+    if states is None:
+        states = args[0]
+    batch, tokens = states.shape[:2]
+    mask = kwargs.get("attention_mask")
+    if mask is None and len(args) > 1 and isinstance(args[1], Tensor):
+        mask = args[1]
+    mask_BT = None
+    if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] >= tokens:
+        mask_BT = mask[:, -tokens:].bool()
+    position_ids = kwargs.get("position_ids")
+    if isinstance(position_ids, Tensor):
+        position_ids = position_ids[0] if position_ids.dim() == 3 else position_ids
+        return position_ids.expand(batch, tokens), mask_BT
+    if mask_BT is not None:
+        return (mask.long().cumsum(-1) - 1).clamp_min(0)[:, -tokens:], mask_BT  # type: ignore[union-attr]
+    past = kwargs.get("past_key_values")
+    seen = past.get_seq_length() if past is not None and hasattr(past, "get_seq_length") else 0
+    return (torch.arange(tokens, device=states.device) + seen).expand(batch, tokens), mask_BT

@@ -1,0 +1,175 @@
+"""Gaussians over the routing logits: four shapes of covariance, each with what the routers ask of it.
+
+    Diagonal    Sigma = diag(sd^2)
+    Cholesky    Sigma = L L'                 L lower triangular with a positive diagonal
+    LowRank     Sigma = diag(sd^2) + V V'
+    Scaled      Sigma = v B                  v one number a token, B = F F' shared by all tokens
+
+`samples(eps)` reparameterises, `times(x)` is Sigma x, `kl(center, prior_sd)` the divergence from N(center, prior_sd^2 I) in
+closed form, in nats a token. All arithmetic is in the dtype of the inputs; the routers hand in float32.
+
+Shapes: T tokens, N experts, S samples, R rank, C = N(N+1)/2 Cholesky entries, E numbers of noise a sample.
+"""
+
+import dataclasses
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Gaussian:
+    """What all shapes share. A field whose name ends in `_T...` has a row a token."""
+
+    mean_TN: Tensor
+
+    @property
+    def noise_dim(self) -> int:
+        return self.mean_TN.shape[-1]
+
+    @property
+    def variance_TN(self) -> Tensor:
+        """The diagonal of Sigma."""
+        raise NotImplementedError
+
+    def samples(self, eps: Tensor) -> Tensor:
+        """mean + Sigma^(1/2) eps for eps [S, E], shared by all tokens, or [T, S, E]: [T, S, N]."""
+        raise NotImplementedError
+
+    def times(self, x_TN: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def log_det(self) -> Tensor:
+        raise NotImplementedError
+
+    def sample(self, eps_TE: Tensor) -> Tensor:
+        return self.samples(eps_TE.unsqueeze(1)).squeeze(1)
+
+    def trace(self) -> Tensor:
+        return self.variance_TN.sum(-1)
+
+    def kl(self, center_TN: Tensor, prior_sd: float) -> Tensor:
+        """KL(N(m, Sigma) || N(c, s^2 I)) = ((tr Sigma + |m - c|^2) / s^2 - N + N log s^2 - log|Sigma|) / 2"""
+        n, precision = self.mean_TN.shape[-1], prior_sd**-2
+        quadratic_T = (self.trace() + (self.mean_TN - center_TN).square().sum(-1)) * precision
+        return 0.5 * (quadratic_T - n + 2 * n * math.log(prior_sd) - self.log_det())
+
+    def rows(self, start: int, stop: int) -> "Gaussian":
+        """The same for tokens start to stop: what lets the integrals work in pieces."""
+        cut = {f.name: getattr(self, f.name)[start:stop] for f in dataclasses.fields(self) if "_T" in f.name}
+        return dataclasses.replace(self, **cut)
+
+
+@dataclass(frozen=True)
+class Diagonal(Gaussian):
+    log_sd_TN: Tensor
+
+    @property
+    def variance_TN(self) -> Tensor:
+        return torch.exp(2 * self.log_sd_TN)
+
+    def samples(self, eps: Tensor) -> Tensor:
+        return self.mean_TN.unsqueeze(1) + torch.exp(self.log_sd_TN).unsqueeze(1) * eps
+
+    def times(self, x_TN: Tensor) -> Tensor:
+        return self.variance_TN * x_TN
+
+    def log_det(self) -> Tensor:
+        return 2 * self.log_sd_TN.sum(-1)
+
+
+@functools.lru_cache(maxsize=64)
+def _triangle(n: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Where the C entries of a lower triangle, row by row, lie in the flattened N x N matrix; and which are diagonal."""
+    row, col = torch.tril_indices(n, n, device=device)
+    return row * n + col, row == col
+
+
+@dataclass(frozen=True)
+class Cholesky(Gaussian):
+    """`raw_TC` holds the lower triangle row by row, the logarithm on the diagonal; L is `scale` times that."""
+
+    raw_TC: Tensor
+    scale: float = 1.0
+
+    def entries(self) -> Tensor:
+        _, diagonal_C = _triangle(self.noise_dim, self.raw_TC.device)
+        return self.scale * torch.where(diagonal_C, self.raw_TC.masked_fill(~diagonal_C, 0).exp(), self.raw_TC)
+
+    def factor(self) -> Tensor:
+        n = self.noise_dim
+        place_C, _ = _triangle(n, self.raw_TC.device)
+        flat = self.raw_TC.new_zeros(self.raw_TC.shape[0], n * n)
+        return flat.index_copy(1, place_C, self.entries()).view(-1, n, n)
+
+    @property
+    def variance_TN(self) -> Tensor:
+        return self.factor().square().sum(-1)
+
+    def trace(self) -> Tensor:
+        return self.entries().square().sum(-1)
+
+    def samples(self, eps: Tensor) -> Tensor:
+        return self.mean_TN.unsqueeze(1) + eps @ self.factor().mT
+
+    def times(self, x_TN: Tensor) -> Tensor:
+        factor = self.factor()
+        return (factor @ (factor.mT @ x_TN.unsqueeze(-1))).squeeze(-1)
+
+    def log_det(self) -> Tensor:
+        _, diagonal_C = _triangle(self.noise_dim, self.raw_TC.device)
+        return 2 * (self.raw_TC * diagonal_C).sum(-1) + 2 * self.noise_dim * math.log(self.scale)
+
+
+@dataclass(frozen=True)
+class LowRank(Gaussian):
+    log_sd_TN: Tensor
+    factor_TNR: Tensor
+
+    @property
+    def noise_dim(self) -> int:
+        return self.mean_TN.shape[-1] + self.factor_TNR.shape[-1]
+
+    @property
+    def variance_TN(self) -> Tensor:
+        return torch.exp(2 * self.log_sd_TN) + self.factor_TNR.square().sum(-1)
+
+    def samples(self, eps: Tensor) -> Tensor:
+        n = self.mean_TN.shape[-1]
+        own = torch.exp(self.log_sd_TN).unsqueeze(1) * eps[..., :n]
+        return self.mean_TN.unsqueeze(1) + own + eps[..., n:] @ self.factor_TNR.mT
+
+    def times(self, x_TN: Tensor) -> Tensor:
+        shared = self.factor_TNR @ (self.factor_TNR.mT @ x_TN.unsqueeze(-1))
+        return torch.exp(2 * self.log_sd_TN) * x_TN + shared.squeeze(-1)
+
+    def log_det(self) -> Tensor:
+        """log|D + V V'| = log|D| + log|I + V' D^-1 V| (determinant lemma), the second by an R x R Cholesky factor."""
+        rank = self.factor_TNR.shape[-1]
+        scaled = self.factor_TNR * torch.exp(-self.log_sd_TN).unsqueeze(-1)
+        inner = torch.eye(rank, dtype=scaled.dtype, device=scaled.device) + scaled.mT @ scaled
+        half = torch.linalg.cholesky_ex(inner).L.diagonal(dim1=-2, dim2=-1)  # cholesky_ex: no host synchronisation
+        return 2 * self.log_sd_TN.sum(-1) + 2 * half.log().sum(-1)
+
+
+@dataclass(frozen=True)
+class Scaled(Gaussian):
+    scale_T: Tensor
+    factor_NN: Tensor
+
+    @property
+    def variance_TN(self) -> Tensor:
+        return self.scale_T.unsqueeze(-1) * self.factor_NN.square().sum(-1)
+
+    def samples(self, eps: Tensor) -> Tensor:
+        return self.mean_TN.unsqueeze(1) + self.scale_T.sqrt()[:, None, None] * (eps @ self.factor_NN.mT)
+
+    def times(self, x_TN: Tensor) -> Tensor:
+        return self.scale_T.unsqueeze(-1) * (x_TN @ self.factor_NN @ self.factor_NN.mT)
+
+    def log_det(self) -> Tensor:
+        n = self.mean_TN.shape[-1]
+        return n * self.scale_T.log() + 2 * self.factor_NN.diagonal().log().sum()

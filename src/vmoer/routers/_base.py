@@ -1,0 +1,173 @@
+"""The one protocol all methods share.
+
+A router takes the hidden states and the frozen router's own logits and returns *what to select by*, *what to weight by* and
+*the posterior*; the gate (vmoer/gates) turns the first two into the model's own return value. The posterior's `divergence()`
+is the method's penalty, its `signals()` what it knows about the token.
+
+Shapes: T tokens, N experts, D model, H hidden, S samples.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vmoer import noise
+from vmoer.errors import InputError
+from vmoer.gates import Gate
+
+Sampling = Literal["fixed", "mc", "delta", "delta-cv"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """What every method takes. `layers` are decoder-layer indices, or "all"."""
+
+    key: ClassVar[str] = ""
+    router: ClassVar[type["Router"]]
+
+    layers: Sequence[int] | Literal["all"] = "all"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.layers != "all":
+            if isinstance(self.layers, str):
+                raise InputError(f"layers must be a list of indices or 'all', not {self.layers!r}")
+            object.__setattr__(self, "layers", tuple(int(i) for i in self.layers))
+        for f in dataclasses.fields(self):
+            allowed = f.metadata.get("one_of")
+            if allowed and getattr(self, f.name) not in allowed:
+                raise InputError(f"{f.name}={getattr(self, f.name)!r}: choose one of {', '.join(allowed)}")
+            at_least = f.metadata.get("at_least")
+            value = getattr(self, f.name)
+            if at_least is not None and value is not None and not value >= at_least:
+                raise InputError(f"{f.name}={value!r} must be at least {at_least}")
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"method": self.key, **dataclasses.asdict(self)}
+
+
+def choice(default: str, *allowed: str) -> Any:
+    return field(default=default, metadata={"one_of": allowed})
+
+
+def at_least(bound: float, default: Any) -> Any:
+    return field(default=default, metadata={"at_least": bound})
+
+
+@dataclass(frozen=True)
+class Call:
+    """The forward pass a router finds itself in: which tokens these are, and what kind of draw is wanted of them.
+
+    `step` is set in training: one sample a token, keyed by (step, row of the global batch, position). `passes_T` is set when
+    answers are averaged: one sample a token, keyed by (pass, position). With neither the router averages.
+    """
+
+    layer: int
+    positions_T: Tensor
+    rows_T: Tensor
+    step: int | Tensor | None = None
+    passes_T: Tensor | None = None
+
+    @property
+    def draws(self) -> bool:
+        return self.step is not None or self.passes_T is not None
+
+    def _keys(self, seed: int, n: int) -> tuple[noise.Key, ...]:
+        lane = torch.arange(n, device=self.positions_T.device)
+        position = self.positions_T.unsqueeze(-1)
+        if self.step is not None:
+            return seed, 1, self.step, self.layer, self.rows_T.unsqueeze(-1), position, lane
+        if self.passes_T is not None:
+            return seed, 2, self.passes_T.unsqueeze(-1), self.layer, position, lane
+        return seed, 3, self.layer, position, lane
+
+    def normal(self, seed: int, n: int) -> Tensor:
+        return noise.normal(*self._keys(seed, n))
+
+    def gumbel(self, seed: int, n: int, fresh: bool = False) -> Tensor:
+        if fresh and not self.draws:
+            shape = (len(self.positions_T), n)
+            return -torch.empty(shape, device=self.positions_T.device).exponential_().log()
+        return noise.gumbel(*self._keys(seed, n))
+
+    def uniform(self, seed: int, n: int) -> Tensor:
+        return noise.uniform(*self._keys(seed, n))
+
+
+class Posterior(Protocol):
+    def divergence(self) -> Tensor:
+        """The penalty of each token, [T], with its gradient."""
+        ...
+
+    def signals(self) -> dict[str, Tensor]:
+        """What the posterior says about each token, [T] each, larger meaning less certain."""
+        ...
+
+
+@dataclass(frozen=True)
+class Routing:
+    select_TN: Tensor
+    weight_TN: Tensor
+    posterior: Posterior | None = None
+
+
+class Router(nn.Module):
+    """A method at one layer. Parameters are float32; `forward` gets float32 logits whatever the model's dtype."""
+
+    needs_fit: ClassVar[bool] = False
+
+    def __init__(self, config: Any, gate: Gate, weight_ND: Tensor | None, layer: int, device: torch.device) -> None:
+        super().__init__()
+        self.config, self.gate, self.layer = config, gate, layer
+        self.register_novelty(device)
+
+    def forward(self, u_TD: Tensor, logits_TN: Tensor, call: Call, weight_ND: Tensor | None) -> Routing | None:
+        """None means: keep what the model's own router said."""
+        raise NotImplementedError
+
+    def register_novelty(self, device: torch.device) -> None:
+        """Room for `vmoer.fit`: u'A^-1 u = |u|^2 / damping - sum_r shrink_r (v_r'u)^2. Empty until fitted."""
+        self.register_buffer("novelty_basis_RD", torch.zeros(0, self.gate.hidden_size, device=device))
+        self.register_buffer("novelty_shrink_R", torch.zeros(0, device=device))
+        self.register_buffer("novelty_damping", torch.zeros((), device=device))
+
+    @property
+    def fitted(self) -> bool:
+        return self.novelty_basis_RD.shape[0] > 0
+
+    def novelty(self, u_TD: Tensor) -> Tensor:
+        """u' A^-1 u with A = damping I + sum of u u' over what the router was fitted on, [T]."""
+        u = u_TD.float()
+        along_TR = u @ self.novelty_basis_RD.float().mT
+        inside_T = (along_TR.square() * self.novelty_shrink_R.float()).sum(-1)
+        return (u.square().sum(-1) / self.novelty_damping.float() - inside_T).clamp_min(0)
+
+    def linear(self, x: Tensor, layer: nn.Linear) -> Tensor:
+        """In float32 where gradients flow; in the model's dtype, with float32 accumulation, at inference (settled 6)."""
+        if torch.is_grad_enabled() and layer.weight.requires_grad:
+            return F.linear(x.to(layer.weight.dtype), layer.weight, layer.bias)
+        bias = layer.bias.to(x.dtype) if layer.bias is not None else None
+        return F.linear(x, layer.weight.to(x.dtype), bias)
+
+
+class Points(nn.Module):
+    """The fixed points a router averages over, kept in float32 whatever the model is cast to."""
+
+    def __init__(self, samples: int, dim: int, seed: int, device: torch.device) -> None:
+        super().__init__()
+        self.samples, self.dim, self.seed = samples, dim, seed
+        self.register_buffer("eps_SE", noise.sobol_normal(samples, dim, seed).to(device), persistent=False)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "Points":
+        super()._apply(fn, recurse)
+        if self.eps_SE.dtype != torch.float32:
+            self.eps_SE = noise.sobol_normal(self.samples, self.dim, self.seed).to(self.eps_SE.device)
+        return self
+
+    def forward(self) -> Tensor:
+        return self.eps_SE

@@ -1,0 +1,101 @@
+"""What the Gaussian routers share once they have their posterior q(l | u).
+
+    training      l ~ q, one reparameterised sample, selects and weights                    (paper, section 3.4)
+    inference     p = (1/S) sum_s softmax(l_s) over S fixed points; log p + logsumexp(l) selects and weights
+"""
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from vmoer import integrals
+from vmoer.gates import Gate
+from vmoer.gaussians import Gaussian
+from vmoer.routers._base import Call, Config, Points, Router, Routing, Sampling, at_least, choice
+
+
+@dataclass(frozen=True, kw_only=True)
+class GaussianConfig(Config):
+    """`beta` weighs the KL, `prior_scale` is the prior's standard deviation s0, `samples` the points averaged at inference.
+
+    `sampling`: "fixed" (one set of scrambled Sobol points for all tokens), "mc" (fresh noise on every call, the paper's), "delta" (second-order
+    expansion, no points), "delta-cv" (the expansion as a control variate for the fixed points).
+    """
+
+    beta: float = at_least(0, 0.01)
+    prior_scale: float = at_least(1e-6, 1.0)
+    samples: int = at_least(1, 32)
+    sampling: Sampling = choice("fixed", "fixed", "mc", "delta", "delta-cv")
+
+
+@dataclass(frozen=True)
+class GaussianPosterior:
+    q: Gaussian
+    center_TN: Tensor
+    prior_scale: float
+    eps: Tensor | None
+
+    def divergence(self) -> Tensor:
+        return self.q.kl(self.center_TN, self.prior_scale)
+
+    def signals(self) -> dict[str, Tensor]:
+        out = {"logit_variance": self.q.trace()}
+        if self.eps is not None and self.eps.shape[-2] > 1:
+            out["mc_logit_variance"] = integrals.sample_variance(self.q, self.eps)
+        return out
+
+
+class GaussianRouter(Router):
+    noise_dim: int
+
+    def add_points(self, device: torch.device) -> None:
+        self.points = Points(self.config.samples, self.noise_dim, self.config.seed + self.layer, device)
+
+    def route(self, q: Gaussian, logits_TN: Tensor, call: Call) -> Routing:
+        config = cast(GaussianConfig, self.config)
+        if call.draws:
+            sample_TN = q.sample(call.normal(config.seed, self.noise_dim))
+            return Routing(sample_TN, sample_TN, GaussianPosterior(q, logits_TN, config.prior_scale, None))
+        eps: Tensor | None = self.points()
+        if config.sampling == "mc":
+            eps = torch.randn(len(logits_TN), config.samples, self.noise_dim, device=logits_TN.device)
+        rule = config.sampling if config.sampling in ("delta", "delta-cv") else "points"
+        averaged_TN = self.gate.expected_logits(q, None if rule == "delta" else eps, cast(Any, rule), logits_TN)
+        return Routing(averaged_TN, averaged_TN, GaussianPosterior(q, logits_TN, config.prior_scale, eps))
+
+
+class AmortisedRouter(GaussianRouter):
+    """The inference network: a backbone Linear(D, H) + ReLU and heads that start at the prior (paper, section 3.3).
+
+    The heads are one matrix whose rows are split among mean and covariance, so that they cost one product.
+    """
+
+    def __init__(self, config: Any, gate: Gate, weight_ND: Tensor | None, layer: int, device: torch.device) -> None:
+        super().__init__(config, gate, weight_ND, layer, device)
+        hidden = gate.hidden_size // 4
+        self.backbone = nn.Linear(gate.hidden_size, hidden, bias=False, device=device, dtype=torch.float32)
+        self.heads = nn.Linear(hidden, sum(self.head_sizes()), bias=False, device=device, dtype=torch.float32)
+        self.reset(config.seed)
+        self.add_points(device)
+
+    def head_sizes(self) -> list[int]:
+        raise NotImplementedError
+
+    def reset(self, seed: int) -> None:
+        """Backbone as nn.Linear does, heads normal(0, 1e-3), from a generator of their own."""
+        if self.backbone.weight.is_meta:
+            return
+        generator = torch.Generator().manual_seed(seed * 1000 + self.layer)
+        bound = self.backbone.in_features**-0.5
+        backbone = torch.empty(self.backbone.weight.shape).uniform_(-bound, bound, generator=generator)
+        heads = torch.empty(self.heads.weight.shape).normal_(0, 1e-3, generator=generator)
+        with torch.no_grad():
+            self.backbone.weight.copy_(backbone)
+            self.heads.weight.copy_(heads)
+
+    def infer(self, u_TD: Tensor) -> tuple[Tensor, ...]:
+        """The heads' outputs in float32, split by `head_sizes`."""
+        features_TH = torch.relu(self.linear(u_TD, self.backbone))
+        return self.linear(features_TH, self.heads).float().split(self.head_sizes(), dim=-1)

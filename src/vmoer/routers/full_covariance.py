@@ -1,0 +1,31 @@
+"""VGLR-FC: a Gaussian over the routing logits with correlated experts (paper, section 3, algorithm 2).
+
+    q(l | u) = N(l_det + dmu(u), L(u) L(u)'),    L lower triangular, diag(L) = exp(.),    prior N(l_det, s0^2 I)
+    KL = 1/2 ((|dmu|^2 + |L|_F^2) / s0^2 - N - 2 sum_i log(L_ii / s0))
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from vmoer.gaussians import Cholesky
+from vmoer.routers._base import Call, Router, Routing
+from vmoer.routers._gaussian import AmortisedRouter, GaussianConfig
+
+
+class FullCovarianceRouter(AmortisedRouter):
+    def head_sizes(self) -> list[int]:
+        self.noise_dim = n = self.gate.num_experts
+        return [n, n * (n + 1) // 2]
+
+    def forward(self, u_TD: Tensor, logits_TN: Tensor, call: Call, weight_ND: Tensor | None) -> Routing:
+        shift_TN, raw_TC = self.infer(u_TD)
+        q = Cholesky(logits_TN + shift_TN, raw_TC, scale=self.config.prior_scale)
+        return self.route(q, logits_TN, call)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FullCovariance(GaussianConfig):
+    key: ClassVar[str] = "vglr-fc"
+    router: ClassVar[type[Router]] = FullCovarianceRouter

@@ -1,0 +1,38 @@
+"""VGLR-LR: correlated experts at the price of a few factors, for models with hundreds of experts (ours).
+
+    q(l | u) = N(l_det + dmu(u), diag(sigma(u)^2) + V(u) V(u)'),    V [N, R],    prior N(l_det, s0^2 I)
+    log|Sigma| = log|D| + log|I + V' D^-1 V|
+
+A Cholesky head costs H N^2 / 2 parameters a layer; this one H N (R + 2). Rank 0 is the mean-field router.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from vmoer.gaussians import LowRank as LowRankGaussian
+from vmoer.routers._base import Call, Router, Routing, at_least
+from vmoer.routers._gaussian import AmortisedRouter, GaussianConfig
+
+
+class LowRankRouter(AmortisedRouter):
+    def head_sizes(self) -> list[int]:
+        n = self.gate.num_experts
+        self.noise_dim = n + self.config.rank
+        return [n, n, n * self.config.rank]
+
+    def forward(self, u_TD: Tensor, logits_TN: Tensor, call: Call, weight_ND: Tensor | None) -> Routing:
+        shift_TN, log_sd_TN, factor = self.infer(u_TD)
+        factor_TNR = self.config.prior_scale * factor.view(*shift_TN.shape, self.config.rank)
+        q = LowRankGaussian(logits_TN + shift_TN, math.log(self.config.prior_scale) + log_sd_TN, factor_TNR)
+        return self.route(q, logits_TN, call)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowRank(GaussianConfig):
+    key: ClassVar[str] = "vglr-lr"
+    router: ClassVar[type[Router]] = LowRankRouter
+
+    rank: int = at_least(0, 8)

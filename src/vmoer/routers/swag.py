@@ -1,0 +1,80 @@
+"""SWAG: a Gaussian over the router's weights from the path of its training (Maddox et al. 2019; weight-space baseline).
+
+    Delta ~ N(mean, diag / 2 + D D' / (2 (K - 1))),   mean, diag: moments of the snapshots,   D: their last K deviations
+    p_bar = (1/S) sum_s softmax(l + u Delta_s')
+
+Delta is a correction to W_r that starts at zero; `collect()` takes a snapshot. The S weight samples are fixed by the seed.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from vmoer import noise
+from vmoer.gates import Gate
+from vmoer.routers._base import Call, Config, Router, Routing, Sampling, at_least, choice
+from vmoer.routers._weight_space import WeightSpaceRouter
+
+
+class SWAGRouter(WeightSpaceRouter):
+    def __init__(self, config: Any, gate: Gate, weight_ND: Tensor | None, layer: int, device: torch.device) -> None:
+        super().__init__(config, gate, weight_ND, layer, device)
+        self.delta = self.new_delta(device)
+        zero = torch.zeros_like(self.delta)
+        self.register_buffer("mean_ND", zero.clone())
+        self.register_buffer("square_ND", zero.clone())
+        self.register_buffer("deviations_KND", zero.new_zeros(config.rank, *zero.shape))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64, device=device))
+
+    @torch.no_grad()
+    def collect(self) -> None:
+        """Take a snapshot of Delta: running moments, and its deviation from the running mean."""
+        n = int(self.count)
+        delta = self.delta.detach()
+        self.mean_ND.copy_((n * self.mean_ND + delta) / (n + 1))
+        self.square_ND.copy_((n * self.square_ND + delta.square()) / (n + 1))
+        self.deviations_KND.copy_(self.deviations_KND.roll(-1, 0))
+        self.deviations_KND[-1] = delta - self.mean_ND
+        self.count += 1
+
+    def weights(self, own: Tensor, shared: Tensor) -> Tensor:
+        """mean + sqrt(diag / 2) own + D' shared / sqrt(2 (K - 1)), for noise own [S, N, D] and shared [S, K]."""
+        used = max(2, min(int(self.count), self.config.rank))
+        sd_ND = (self.square_ND - self.mean_ND.square()).clamp_min(0).div(2).sqrt()
+        low_rank = torch.einsum("sk,knd->snd", shared.float(), self.deviations_KND.float()) / (2 * (used - 1)) ** 0.5
+        return self.mean_ND + sd_ND * own + low_rank
+
+    def noise(self, sample_S: Tensor) -> tuple[Tensor, Tensor]:
+        n, d = self.delta.shape
+        lane = torch.arange(n * d, device=sample_S.device)
+        rank = torch.arange(self.config.rank, device=sample_S.device)
+        own = noise.normal(self.config.seed, 6, sample_S.unsqueeze(-1), self.layer, lane).view(-1, n, d)
+        return own, noise.normal(self.config.seed, 7, sample_S.unsqueeze(-1), self.layer, rank)
+
+    def forward(self, u_TD: Tensor, logits_TN: Tensor, call: Call, weight_ND: Tensor | None) -> Routing:
+        config = self.config
+        if call.step is not None or int(self.count) == 0:
+            return self.single(logits_TN + u_TD.float() @ self.delta.float().mT)
+        if call.passes_T is not None:
+            passes, which_T = torch.unique(call.passes_T, return_inverse=True)
+            delta_PND = self.weights(*self.noise(passes))
+            moved = torch.einsum("td,pnd->tpn", u_TD.float(), delta_PND)
+            return self.single(logits_TN + moved.gather(1, which_T[:, None, None].expand(-1, 1, moved.shape[-1])).squeeze(1))
+        if config.sampling == "mc":
+            device = u_TD.device
+            own = torch.randn(config.samples, *self.delta.shape, device=device)
+            return self.average(u_TD, logits_TN, self.weights(own, torch.randn(config.samples, config.rank, device=device)))
+        samples = torch.arange(config.samples, device=u_TD.device)
+        return self.average(u_TD, logits_TN, self.weights(*self.noise(samples)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SWAG(Config):
+    key: ClassVar[str] = "swag"
+    router: ClassVar[type[Router]] = SWAGRouter
+
+    rank: int = at_least(1, 20)
+    samples: int = at_least(1, 32)
+    sampling: Sampling = choice("fixed", "fixed", "mc")

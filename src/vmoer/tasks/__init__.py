@@ -1,0 +1,141 @@
+"""Multiple-choice data sets: `load` gives checked questions from the hub, a folder of JSONL, or one JSONL file.
+
+A new data set is one file that ends in a `TASK`, and one line here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import warnings
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from vmoer.errors import InputError
+
+from . import arc_challenge, arc_easy, commonsense_qa, medmcqa, mmlu_law, openbookqa, sciq, social_iqa
+from ._base import LETTERS, Layout, Part, Question, Record, Task, questions, read_jsonl, subsample, take
+from ._hub import Hub
+
+__all__ = ["LETTERS", "Hub", "Layout", "Part", "Question", "Task", "load", "names", "register"]
+
+_REGISTRY: dict[str, Task] = {}
+
+
+def register(task: Task) -> None:
+    """Make a data set loadable by its name."""
+    if _REGISTRY.setdefault(task.name, task) is not task:
+        raise ValueError(f"a task named {task.name!r} is already registered")
+
+
+def names() -> list[str]:
+    """The built-in data sets."""
+    return list(_REGISTRY)
+
+
+def load(
+    task: str | Path,
+    split: str = "all",
+    *,
+    data_root: str | Path | None = None,
+    seed: int = 0,
+    paper_splits: bool = False,
+    limit: int | None = None,
+    shuffle_options: bool = False,
+) -> list[Question]:
+    """The questions of one split of a data set.
+
+    `task` is a name out of `names()`, read from `data_root/<task>/<split>.jsonl` (or VMOER_DATA) if that is given and
+    else from the hub; or the path of a JSONL file, whose split "all" is the whole file and whose train, validation and
+    test are 70, 10 and 20 percent of it.
+
+    The splits we cut ourselves, subsamples and option orders are each a function of `seed` and of the question, not of
+    the order of the rows. Keep it fixed across the training seeds of a study: another seed is another test set.
+
+    `paper_splits` takes a seeded subsample of the size the paper prints for this split (all rows where it prints none,
+    and with a warning where there are fewer); `limit` takes a seeded subsample of at most that many.
+    """
+    if limit is not None and limit < 1:
+        raise InputError(f"limit must be at least 1, not {limit}")
+    if str(task) in _REGISTRY:
+        found = _from_task(_REGISTRY[str(task)], split, data_root, seed)
+        if paper_splits:
+            found = _paper_sized(_REGISTRY[str(task)], split, found, seed)
+    elif _is_path(task):
+        found = _from_file(Path(task), split, seed)
+    else:
+        close = difflib.get_close_matches(str(task), _REGISTRY, cutoff=0.4)
+        hint = f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(_REGISTRY)}"
+        raise InputError(f"no task is named {str(task)!r}: {hint} (or give the path of a .jsonl file)")
+    if limit is not None:
+        found = subsample(found, limit, seed)
+    return [question.shuffled(seed) for question in found] if shuffle_options else found
+
+
+def _from_task(task: Task, split: str, data_root: str | Path | None, seed: int) -> list[Question]:
+    root = data_root or os.environ.get("VMOER_DATA")
+    folder = Path(root) / task.name if root else None
+    if folder and folder.is_dir():
+        where = str(folder)
+        rows = {path.stem: read_jsonl(path) for path in sorted(folder.glob("*.jsonl"))}  # lazy: only one is read
+        if not rows:
+            raise InputError(f"{folder}: no .jsonl files in it")
+    elif folder and isinstance(task.source, Hub):
+        raise InputError(f"{folder}: no such folder; --data-root (or VMOER_DATA) needs DIR/{task.name}/<split>.jsonl")
+    else:
+        where = task.name
+        rows = {name: _placed(source, f"{where} {name}") for name, source in task.source().items()}
+    part = _part(task.layout(rows), split, where)
+    found = questions(rows[part.source], task.name, split, f"{where}, split {part.source!r}")
+    return _non_empty(take(part, found, seed), split, f"{where}: {part.source} has only {len(found)} rows")
+
+
+def _from_file(path: Path, split: str, seed: int) -> list[Question]:
+    if not path.is_file():
+        raise InputError(f"{path}: no such file")
+    found = questions(read_jsonl(path), path.stem, split, str(path))
+    train, validation = round(0.7 * len(found)), round(0.8 * len(found))
+    layout = {
+        "all": Part("all"),
+        "train": Part("all", 0, train),
+        "validation": Part("all", train, validation),
+        "test": Part("all", validation),
+    }
+    part = _part(layout, split, str(path))
+    return _non_empty(take(part, found, seed), split, f"{path}: it has only {len(found)} rows")
+
+
+def _paper_sized(task: Task, split: str, found: list[Question], seed: int) -> list[Question]:
+    size = (task.paper_sizes or {}).get(split)
+    if size is None:
+        return found
+    if size > len(found):
+        warnings.warn(
+            f"{task.name} {split}: the paper takes {size} rows, there are {len(found)}: taking them all", stacklevel=3
+        )
+    return subsample(found, size, seed)
+
+
+def _part(layout: Layout, split: str, where: str) -> Part:
+    if split not in layout:
+        raise InputError(f"{where}: no split {split!r}; it has {', '.join(layout)}")
+    return layout[split]
+
+
+def _non_empty(found: list[Question], split: str, why: str) -> list[Question]:
+    if not found:
+        raise InputError(f"{why}, which leaves none for split {split!r}")
+    return found
+
+
+def _placed(rows: Iterable[Record], where: str) -> Iterator[tuple[str, Record]]:
+    for index, row in enumerate(rows):
+        yield f"{where} row {index}", row
+
+
+def _is_path(task: str | Path) -> bool:
+    return isinstance(task, Path) or task.endswith((".jsonl", ".json")) or os.sep in task or Path(task).is_file()
+
+
+for _module in (openbookqa, arc_easy, arc_challenge, sciq, medmcqa, mmlu_law, commonsense_qa, social_iqa):
+    register(_module.TASK)

@@ -1,0 +1,17 @@
+"""CommonsenseQA (Talmor et al., 2019): everyday concepts, five options.
+
+Its own test split has no labels: its validation rows serve as test, and 1000 rows of train, drawn by seed, as
+validation.
+"""
+
+from ._base import Part, Record, Task
+from ._hub import Hub, Row, labelled
+
+LAYOUT = {"train": Part("train", 1000), "validation": Part("train", 0, 1000), "test": Part("validation")}
+
+
+def record(row: Row, split: str, index: int) -> Record:
+    return labelled(row, f"commonsense_qa-{row['id']}", row["question"])
+
+
+TASK = Task("commonsense_qa", Hub("tau/commonsense_qa", record), layouts=(LAYOUT, {"test": Part("validation")}))

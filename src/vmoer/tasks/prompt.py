@@ -1,0 +1,146 @@
+"""One prompt for every model: it ends exactly where the answer letter would start.
+
+The answer's probabilities are the softmax over the letters' logits at the last prompt token, so what the letter looks
+like *there* matters: `A` after one chat template, ` A` after another and after the plain prompt. Both are asked of the
+tokenizer, never assumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vmoer.errors import InputError
+
+from ._base import LETTERS, Question
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SYSTEM = "Pick the best answer to the question. Reply with the capital letter in front of it and nothing else."
+
+_ANSWER = "@@ANSWER@@"  # stands for the answer while we look at what a template puts around it
+_PROBE = Question("probe", "Which of these is a colour?", ("red", "seven"), 0, "probe", "probe")
+
+
+@dataclass(frozen=True)
+class _Form:
+    """How this tokenizer's prompts look: found once with a probe, then the same for every question."""
+
+    template: str | None  # none: the plain prompt
+    bos: tuple[int, ...] = ()  # where no template writes it
+    system_role: bool = False
+    opening: str = ""  # what belongs between the generation prompt and the answer, such as a channel marker
+    space: str = " "  # what separates the prompt from the letter, and is part of the letter's token
+
+
+def prompt(tokenizer: PreTrainedTokenizerBase, question: Question) -> str:
+    """The prompt's text, by the tokenizer's own chat template where it has one.
+
+    The system line goes into the user turn where the template refuses a system role or drops it.
+    """
+    return _text(tokenizer, _form(tokenizer), question)
+
+
+def letter_ids(tokenizer: PreTrainedTokenizerBase, n: int) -> list[int]:
+    """The token ids of the first n letters as they follow the prompt: one token each, all different."""
+    if not 2 <= n <= len(LETTERS):
+        raise InputError(f"{n} letter(s) asked for, where questions have 2 to {len(LETTERS)} options")
+    form = _form(tokenizer)
+    text = _text(tokenizer, form, _PROBE)
+    before = _ids(tokenizer, form, text)
+    found: dict[int, str] = {}
+    for letter in LETTERS[:n]:
+        after = _ids(tokenizer, form, text + form.space + letter)
+        new = after[len(before) :]
+        if after[: len(before)] != before or len(new) != 1:
+            pieces = tokenizer.convert_ids_to_tokens(new)
+            raise InputError(f"the letter {letter} is not one token of its own after the prompt: it becomes {pieces}")
+        if new[0] == tokenizer.unk_token_id:
+            raise InputError(f"the letter {letter} is not in the tokenizer's vocabulary")
+        if new[0] in found:
+            raise InputError(f"the letters {found[new[0]]} and {letter} are the same token ({new[0]})")
+        found[new[0]] = letter
+    return list(found)
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, questions: Iterable[Question], max_length: int) -> list[list[int]]:
+    """Each question's prompt as token ids; one that is longer than `max_length`, the model's context, is an error."""
+    form = _form(tokenizer)
+    encoded = []
+    for question in questions:
+        ids = _ids(tokenizer, form, _text(tokenizer, form, question))
+        if len(ids) > max_length:
+            raise InputError(
+                f"question {question.id!r} of {question.task} is {len(ids)} tokens long, "
+                f"longer than the model's context of {max_length}"
+            )
+        encoded.append(ids)
+    return encoded
+
+
+def _body(question: Question) -> str:
+    options = (f"{letter}. {choice.strip()}" for letter, choice in zip(LETTERS, question.choices, strict=False))
+    return "\n".join((f"Question: {question.question.strip()}", *options))
+
+
+def _text(tokenizer: PreTrainedTokenizerBase, form: _Form, question: Question) -> str:
+    if form.template is None:
+        return f"{SYSTEM}\n\n{_body(question)}\nAnswer:"
+    return _render(tokenizer, form.template, _messages(question, form.system_role)) + form.opening
+
+
+def _messages(question: Question, system_role: bool) -> list[dict[str, str]]:
+    if system_role:
+        return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": _body(question)}]
+    return [{"role": "user", "content": f"{SYSTEM}\n\n{_body(question)}"}]
+
+
+def _form(tokenizer: PreTrainedTokenizerBase) -> _Form:
+    if not tokenizer.chat_template:
+        bos = tokenizer.bos_token_id
+        adds_bos = bos is not None and tokenizer("A")["input_ids"][:1] == [bos]
+        return _Form(template=None, bos=(bos,) if adds_bos else ())
+    template = _undated(tokenizer.get_chat_template())
+    system_role = _takes_system_role(tokenizer, template)
+    messages = _messages(_PROBE, system_role)
+    asked = _render(tokenizer, template, messages)
+    answered = _render(tokenizer, template, [*messages, {"role": "assistant", "content": _ANSWER}], answered=True)
+    gap = ""  # also where a template words an answered turn otherwise: the letter then follows the prompt directly
+    if answered.startswith(asked) and _ANSWER in answered:
+        gap = answered[len(asked) : answered.index(_ANSWER)]
+    opening = gap.removesuffix(" ")
+    return _Form(template, system_role=system_role, opening=opening, space=gap[len(opening) :])
+
+
+def _undated(template: str) -> str:
+    """The template with a fixed date, where it would write today's: the same command gives the same prompt tomorrow."""
+    if "strftime_now" not in template:
+        return template
+    return "{% macro strftime_now(form) %}2025-01-01{% endmacro +%}" + template
+
+
+def _takes_system_role(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
+    from jinja2.exceptions import TemplateError
+
+    try:
+        return SYSTEM in _render(tokenizer, template, _messages(_PROBE, system_role=True))
+    except TemplateError:
+        return False
+
+
+def _render(
+    tokenizer: PreTrainedTokenizerBase, template: str, messages: list[dict[str, str]], answered: bool = False
+) -> str:
+    """Templates that let the model think before it answers are told not to; the others ignore that option."""
+    text = tokenizer.apply_chat_template(
+        messages, chat_template=template, tokenize=False, add_generation_prompt=not answered, enable_thinking=False
+    )
+    return str(text)
+
+
+def _ids(tokenizer: PreTrainedTokenizerBase, form: _Form, text: str) -> list[int]:
+    """A chat template writes its own special tokens; the plain prompt gets a BOS where the tokenizer puts one, and
+    never an EOS, after which no letter would follow."""
+    return [*form.bos, *tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
