@@ -131,21 +131,21 @@ class Router(nn.Module):
         raise NotImplementedError
 
     def register_novelty(self, device: torch.device) -> None:
-        """Room for `vmoer.fit`: u'A^-1 u = |u|^2 / damping - sum_r shrink_r (v_r'u)^2. Empty until fitted."""
+        """Room for `vmoer.fit`; empty until fitted."""
         self.register_buffer("novelty_basis_RD", torch.zeros(0, self.gate.hidden_size, device=device))
-        self.register_buffer("novelty_shrink_R", torch.zeros(0, device=device))
-        self.register_buffer("novelty_damping", torch.zeros((), device=device))
+        self.register_buffer("novelty_inverse_R", torch.zeros(0, device=device))
+        self.register_buffer("novelty_rest", torch.zeros((), device=device))
 
     @property
     def fitted(self) -> bool:
         return self.novelty_basis_RD.shape[0] > 0
 
     def novelty(self, u_TD: Tensor) -> Tensor:
-        """u' A^-1 u with A = damping I + sum of u u' over what the router was fitted on, [T]."""
+        """u' A^-1 u = sum_r (v_r'u)^2 / (lambda_r + damping) + (|u|^2 - sum_r (v_r'u)^2) / damping, [T]."""
         u = u_TD.float()
-        along_TR = u @ self.novelty_basis_RD.float().mT
-        inside_T = (along_TR.square() * self.novelty_shrink_R.float()).sum(-1)
-        return (u.square().sum(-1) / self.novelty_damping.float() - inside_T).clamp_min(0)
+        along_TR = (u @ self.novelty_basis_RD.float().mT).square()
+        rest_T = (u.square().sum(-1) - along_TR.sum(-1)).clamp_min(0)
+        return (along_TR * self.novelty_inverse_R.float()).sum(-1) + rest_T * self.novelty_rest.float()
 
     def linear(self, x: Tensor, layer: nn.Linear) -> Tensor:
         """In float32 where gradients flow; in the model's dtype, with float32 accumulation, at inference (settled 6)."""

@@ -1,0 +1,127 @@
+"""Three ways to average over routing, from one forward pass to M (settled 4).
+
+    router   one pass; each router averages its own scores (the paper's)
+    full     M passes, each with a routing sample of its own; answers averaged:  p(y) = (1/M) sum_m p(y | routing_m)
+    answer   the prompt once, its last token M times as one batch over the shared cache: the price of one decode step
+
+Averaging inside the router smooths gate weights and hardly moves the answer; averaging answers marginalises them.
+
+Shapes: M passes, B prompts, V answers (the vocabulary, or the tokens asked for), T columns of the batch.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from vmoer.attach import attached, sampled
+from vmoer.errors import InputError
+
+Averaging = Literal["router", "answer", "full"]
+
+
+@torch.no_grad()
+def predict(
+    model: nn.Module,
+    batch: Mapping[str, Tensor],
+    *,
+    averaging: Averaging = "router",
+    passes: int = 8,
+    tokens: Tensor | list[int] | None = None,
+) -> Tensor:
+    """Log-probabilities of the token after each prompt, [B, V]; over `tokens` alone (such as answer letters) where given.
+
+    `batch` holds `input_ids` and, where prompts differ in length, `attention_mask`; either padding side will do.
+    """
+    return mean_log_probs(predict_passes(model, batch, averaging=averaging, passes=passes, tokens=tokens))
+
+
+@torch.no_grad()
+def predict_passes(
+    model: nn.Module,
+    batch: Mapping[str, Tensor],
+    *,
+    averaging: Averaging = "router",
+    passes: int = 8,
+    tokens: Tensor | list[int] | None = None,
+) -> Tensor:
+    """The same for each pass apart, [M, B, V]; M is 1 for "router"."""
+    attached(model)
+    if averaging not in ("router", "answer", "full"):
+        raise InputError(f"averaging={averaging!r}: choose one of router, answer, full")
+    if passes < 1:
+        raise InputError(f"passes={passes} must be at least 1")
+    inputs = {k: v for k, v in batch.items() if k not in ("labels", "num_items_in_batch")}
+    if averaging == "answer":
+        return _log_probs(_last_token_passes(model, inputs, passes), tokens)
+    last_B = last_positions(inputs)
+    rows_B = torch.arange(len(last_B), device=last_B.device)
+    if averaging == "router":
+        return _log_probs(model(**inputs).logits[rows_B, last_B].unsqueeze(0), tokens)
+    out = []
+    for number in range(passes):
+        with sampled(model, number):
+            out.append(model(**inputs).logits[rows_B, last_B])
+    return _log_probs(torch.stack(out), tokens)
+
+
+def mean_log_probs(log_probs_MBV: Tensor) -> Tensor:
+    """log (1/M) sum_m p_m, [B, V]."""
+    return torch.logsumexp(log_probs_MBV, 0) - torch.log(torch.tensor(float(len(log_probs_MBV))))
+
+
+def mutual_information(log_probs_MBV: Tensor) -> Tensor:
+    """I(answer; routing) = H[mean_m p_m] - mean_m H[p_m], in nats, [B]: how much the passes disagree."""
+    mean_BV = mean_log_probs(log_probs_MBV).exp()
+    return (torch.special.entr(mean_BV).sum(-1) - torch.special.entr(log_probs_MBV.exp()).sum(-1).mean(0)).clamp_min(0)
+
+
+def last_positions(inputs: Mapping[str, Tensor]) -> Tensor:
+    """The column of each prompt's last token, [B], on either padding side."""
+    ids_BT = inputs["input_ids"]
+    mask_BT = inputs.get("attention_mask")
+    if mask_BT is None:
+        return torch.full((len(ids_BT),), ids_BT.shape[1] - 1, device=ids_BT.device)
+    columns_T = torch.arange(1, ids_BT.shape[1] + 1, device=ids_BT.device)
+    return (mask_BT.long() * columns_T).argmax(-1)
+
+
+def left_padded(inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Ids, mask and positions with every prompt's last token in the last column."""
+    ids_BT = inputs["input_ids"]
+    mask_BT = inputs.get("attention_mask")
+    mask_BT = torch.ones_like(ids_BT) if mask_BT is None else mask_BT
+    shift_B = ids_BT.shape[1] - 1 - last_positions(inputs)
+    columns_BT = (torch.arange(ids_BT.shape[1], device=ids_BT.device) - shift_B.unsqueeze(1)) % ids_BT.shape[1]
+    ids_BT, mask_BT = ids_BT.gather(1, columns_BT), mask_BT.gather(1, columns_BT)
+    return ids_BT, mask_BT, (mask_BT.long().cumsum(-1) - 1).clamp_min(0)
+
+
+def _last_token_passes(model: nn.Module, inputs: Mapping[str, Tensor], passes: int) -> Tensor:
+    """Logits [M, B, V]: the prompt but its last token once, then that token M times over the repeated cache."""
+    unknown = set(inputs) - {"input_ids", "attention_mask", "position_ids"}
+    if unknown:
+        raise InputError(f"averaging='answer' takes input_ids and attention_mask alone, not {', '.join(sorted(unknown))}")
+    ids_BT, mask_BT, positions_BT = left_padded(inputs)
+    batch = len(ids_BT)
+    if int(mask_BT.sum(-1).min()) < 2:
+        raise InputError("averaging='answer' needs prompts of at least two tokens")
+    head: dict[str, Any] = {"input_ids": ids_BT[:, :-1], "attention_mask": mask_BT[:, :-1]}
+    cache = model(**head, position_ids=positions_BT[:, :-1], use_cache=True, logits_to_keep=1).past_key_values
+    cache.batch_repeat_interleave(passes)
+    with sampled(model, torch.arange(passes, device=ids_BT.device).repeat(batch)):
+        out = model(
+            input_ids=ids_BT[:, -1:].repeat_interleave(passes, 0),
+            attention_mask=mask_BT.repeat_interleave(passes, 0),
+            position_ids=positions_BT[:, -1:].repeat_interleave(passes, 0),
+            past_key_values=cache,
+            use_cache=True,
+        )
+    return out.logits[:, -1].view(batch, passes, -1).transpose(0, 1)
+
+
+def _log_probs(logits_MBV: Tensor, tokens: Tensor | list[int] | None) -> Tensor:
+    if tokens is not None:
+        logits_MBV = logits_MBV[..., torch.as_tensor(tokens, device=logits_MBV.device)]
+    return torch.log_softmax(logits_MBV.float(), -1)

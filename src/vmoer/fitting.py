@@ -1,0 +1,91 @@
+"""What needs data but no gradient: how far a token's state lies from those the router was trained on.
+
+    A = damping I + sum of u u' over the training prompts' tokens,    novelty(u) = u' A^-1 u
+
+One eigendecomposition a layer; with `rank` only the leading eigenvectors are kept and the damping stands for the rest. Laplace
+takes its covariance from the same A; every other method carries novelty as a signal.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from vmoer.attach import attached, routers_of
+from vmoer.averaging import last_positions
+from vmoer.context import Pass
+from vmoer.errors import InputError
+from vmoer.routers.laplace import LaplaceRouter
+
+
+class _Sums:
+    """Second moments of the router inputs, and the routing likelihood's curvature, over the tokens asked for."""
+
+    def __init__(self) -> None:
+        self.outer_DD: dict[int, Tensor] = {}
+        self.curvature_NN: dict[int, Tensor] = {}
+        self.count = 0
+        self.keep_T: Tensor | None = None
+
+    def __call__(self, layer: int, u_TD: Tensor, logits_TN: Tensor, now: Pass) -> None:
+        keep_T = self.keep_T
+        u, logits = (u_TD, logits_TN) if keep_T is None else (u_TD[keep_T], logits_TN[keep_T])
+        u, p = u.float(), torch.softmax(logits, -1)
+        outer, curvature = (u.mT @ u).double(), (torch.diag(p.sum(0)) - p.mT @ p).double()
+        self.outer_DD[layer] = self.outer_DD[layer] + outer if layer in self.outer_DD else outer
+        self.curvature_NN[layer] = self.curvature_NN[layer] + curvature if layer in self.curvature_NN else curvature
+
+
+@torch.no_grad()
+def fit(
+    model: nn.Module,
+    batches: Iterable[Mapping[str, Tensor]],
+    *,
+    tokens: Literal["all", "last"] = "all",
+    damping: float = 1.0,
+    rank: int | None = None,
+) -> nn.Module:
+    """Run the batches through the model's own routing once and set every attached router's novelty statistics.
+
+    `tokens="last"` counts each prompt's last token alone: the sharper reference where signals are read there.
+    """
+    if damping <= 0:
+        raise InputError(f"damping={damping} must be positive")
+    attachment = attached(model)
+    sums = _Sums()
+    attachment.collector = sums
+    training = model.training
+    model.eval()
+    device = next(model.parameters()).device
+    try:
+        for batch in batches:
+            inputs = {k: v.to(device) for k, v in batch.items() if k != "labels"}
+            keep_BT = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
+            if tokens == "last":
+                keep_BT = torch.zeros_like(keep_BT).scatter(1, last_positions(inputs).unsqueeze(1), True)
+            sums.keep_T = keep_BT.reshape(-1)
+            sums.count += int(keep_BT.sum())
+            model(**inputs)
+    finally:
+        attachment.collector = None
+        model.train(training)
+    if sums.count == 0:
+        raise InputError("vmoer.fit was given no batches")
+    for layer, router in routers_of(model).items():
+        _set(router, sums.outer_DD[layer], damping, rank)
+        if isinstance(router, LaplaceRouter) and router.config.curvature == "softmax":
+            router.set_curvature(sums.curvature_NN[layer] / sums.count, damping)
+    return model
+
+
+def _set(router: nn.Module, outer_DD: Tensor, damping: float, rank: int | None) -> None:
+    values_D, vectors_DD = torch.linalg.eigh(outer_DD)
+    dim = len(values_D)
+    keep = dim if rank is None else min(rank, dim)
+    if keep < 1:
+        raise InputError(f"rank={rank} must be at least 1")
+    router.novelty_basis_RD = vectors_DD[:, dim - keep :].mT.float().contiguous()
+    router.novelty_inverse_R = (1 / (values_D[dim - keep :].clamp_min(0) + damping)).float()
+    # with every eigenvector kept nothing is left over, and a difference of large numbers is spared
+    router.novelty_rest = torch.tensor(0.0 if keep == dim else 1 / damping, device=outer_DD.device)
