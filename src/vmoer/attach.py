@@ -6,7 +6,6 @@ into the same return value. What a forward pass is about (which tokens, which st
 collected lives in the `record` object, never on a module.
 """
 
-import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -52,12 +51,12 @@ class VariationalGate(nn.Module):
             routing, chosen_TK = Routing(logits_TN, logits_TN), gate.experts(out)
         else:
             bias_N = gate.bias(self, args, kwargs)
-            out, chosen_TK = gate.route(self, out, routing.select_TN, routing.weight_TN, bias_N)
+            out, chosen_TK = gate.route(self, out, routing.select_TN, routing.weight_TN, bias_N, routing.relaxed_TN)
         current.hand_over(self.vmoer_layer, method, u_TD, routing, chosen_TK)
         return out
 
     def _call(self, current: Pass) -> Call:
-        training = self.training and torch.is_grad_enabled() or current.step is not None
+        training = (self.training and torch.is_grad_enabled()) or current.step is not None
         if self.training and training and current.step is None and not self.vmoer_attachment.checking:
             raise InputError(
                 "a forward pass in training mode needs `with vmoer.record(model, step=step)`: noise is a function of the step"
@@ -68,11 +67,16 @@ class VariationalGate(nn.Module):
         return _rebuild, (type(self).__mro__[2],), self.__dict__
 
 
-@functools.cache
+_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+
+
 def _variational(base: type[nn.Module]) -> type[nn.Module]:
-    """The subclass of a router class. It keeps the name, which output capture and reports go by."""
+    """The subclass of a router class, made once. It keeps the name, which output capture and reports go by."""
+    if base in _CLASSES:
+        return _CLASSES[base]
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    return type(base.__name__, (VariationalGate, base), names)
+    _CLASSES[base] = type(base.__name__, (VariationalGate, base), names)
+    return _CLASSES[base]
 
 
 def _rebuild(base: type[nn.Module]) -> nn.Module:
@@ -199,7 +203,9 @@ def _choose(model: nn.Module, config: Config) -> list[Found]:
     _refuse_sharded(model)
     found = gates.find(model)
     if not found:
-        raise AttachError(f"{type(model).__name__} has no MoE router: it is a dense model, or its routers are unknown here")
+        raise AttachError(
+            f"{type(model).__name__} has no MoE router: it is a dense model, or its routers are unknown here"
+        )
     by_layer: dict[int, Found] = {}
     for f in found:
         if f.layer in by_layer:
@@ -214,7 +220,9 @@ def _choose(model: nn.Module, config: Config) -> list[Found]:
         if layer not in by_layer:
             raise AttachError(f"layer {layer} has no MoE router: those that have are {_ranges(sorted(by_layer))}")
         if by_layer[layer].reason:
-            raise AttachError(f"{by_layer[layer].path} ({by_layer[layer].kind}) cannot be attached: {by_layer[layer].reason}")
+            raise AttachError(
+                f"{by_layer[layer].path} ({by_layer[layer].kind}) cannot be attached: {by_layer[layer].reason}"
+            )
     return [by_layer[layer] for layer in sorted(wanted)]
 
 
@@ -237,7 +245,7 @@ def _prepare(found: Found, config: Config) -> tuple[Gate, nn.Module]:
 
 
 def _answer(found: Found, gate: Gate) -> tuple[Tensor, ...]:
-    args = [gates.rules._lookup(name, found.router, found.block) for name in gate.arguments]
+    args = [gates.rules.lookup(name, found.router, found.block) for name in gate.arguments]
     states = gates.probe_states(found.router, gates.router_weight(found.router, gate))
     with torch.no_grad():
         return gates.call_router(found.router, states, args)
@@ -267,7 +275,9 @@ def _self_check(found: Found, gate: Gate, attachment: Attachment, before: tuple[
         on = _answer(found, gate)
         for theirs, ours in zip(before, on, strict=True):
             if isinstance(theirs, Tensor) and (theirs.shape, theirs.dtype) != (ours.shape, ours.dtype):
-                raise AttachError(f"{found.path} ({found.kind}) cannot be attached: our answer has another shape or type")
+                raise AttachError(
+                    f"{found.path} ({found.kind}) cannot be attached: our answer has another shape or type"
+                )
     finally:
         attachment.enabled, attachment.checking = True, False
 
@@ -280,6 +290,7 @@ def _hook(model: nn.Module, chosen: list[Found], attachment: Attachment) -> None
     for found in chosen:
         layer = modules[found.path[: found.path.index(f".{found.layer}.") + len(f".{found.layer}")]]
         attachment.hooks.append(layer.register_forward_pre_hook(LayerHook(attachment), with_kwargs=True))
+    module: Any
     for module in model.modules():
         if hasattr(module, "_keys_to_ignore_on_save") and hasattr(module, "save_pretrained"):
             ours = {key for key in module.state_dict() if f".{NAME}." in key}
@@ -327,7 +338,9 @@ def _refuse_sharded(model: nn.Module) -> None:
 def _refuse_reentrant(model: nn.Module) -> None:
     for module in model.modules():
         function = getattr(module, "_gradient_checkpointing_func", None)
-        if getattr(module, "gradient_checkpointing", False) and getattr(function, "keywords", {}).get("use_reentrant", False):
+        if getattr(module, "gradient_checkpointing", False) and getattr(function, "keywords", {}).get(
+            "use_reentrant", False
+        ):
             raise InputError(
                 "reentrant gradient checkpointing loses the KL's gradient: call "
                 "model.gradient_checkpointing_enable({'use_reentrant': False})"

@@ -102,14 +102,16 @@ def _last_token_passes(model: nn.Module, inputs: Mapping[str, Tensor], passes: i
     """Logits [M, B, V]: the prompt but its last token once, then that token M times over the repeated cache."""
     unknown = set(inputs) - {"input_ids", "attention_mask", "position_ids"}
     if unknown:
-        raise InputError(f"averaging='answer' takes input_ids and attention_mask alone, not {', '.join(sorted(unknown))}")
+        raise InputError(
+            f"averaging='answer' takes input_ids and attention_mask alone, not {', '.join(sorted(unknown))}"
+        )
     ids_BT, mask_BT, positions_BT = left_padded(inputs)
     batch = len(ids_BT)
     if int(mask_BT.sum(-1).min()) < 2:
         raise InputError("averaging='answer' needs prompts of at least two tokens")
     head: dict[str, Any] = {"input_ids": ids_BT[:, :-1], "attention_mask": mask_BT[:, :-1]}
     cache = model(**head, position_ids=positions_BT[:, :-1], use_cache=True, logits_to_keep=1).past_key_values
-    cache.batch_repeat_interleave(passes)
+    cache.reorder_cache(torch.arange(batch, device=ids_BT.device).repeat_interleave(passes))
     with sampled(model, torch.arange(passes, device=ids_BT.device).repeat(batch)):
         out = model(
             input_ids=ids_BT[:, -1:].repeat_interleave(passes, 0),

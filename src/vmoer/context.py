@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from vmoer.routers import Config, Routing
+from vmoer.routers import Config, Router, Routing
 
 if TYPE_CHECKING:
     from vmoer.recording import Record
@@ -25,7 +25,7 @@ class Pass:
     record: "Record | None" = None
     seen: set[int] = field(default_factory=set)
 
-    def hand_over(self, layer: int, method: nn.Module, u_TD: Tensor, routing: Routing, chosen_TK: Tensor) -> None:
+    def hand_over(self, layer: int, method: Router, u_TD: Tensor, routing: Routing, chosen_TK: Tensor) -> None:
         """Give the record what a layer routed; once, though checkpointing may run the layer again."""
         if self.record is not None and layer not in self.seen:
             self.seen.add(layer)

@@ -22,7 +22,9 @@ Rule = Literal["points", "delta", "delta-cv"]
 _PIECE = 1 << 22  # numbers in the largest intermediate
 
 
-def _in_pieces(q: Gaussian, samples: int, eps: Tensor | None, work: Callable[[Gaussian, Tensor | None], Tensor]) -> Tensor:
+def in_pieces(
+    q: Gaussian, samples: int, eps: Tensor | None, work: Callable[[Gaussian, Tensor | None], Tensor]
+) -> Tensor:
     tokens, experts = q.mean_TN.shape
     step = max(1, _PIECE // (max(1, samples) * experts))
     if tokens <= step:
@@ -38,7 +40,7 @@ def _in_pieces(q: Gaussian, samples: int, eps: Tensor | None, work: Callable[[Ga
 def log_expected_softmax(q: Gaussian, eps: Tensor | None, rule: Rule = "points") -> Tensor:
     """log E[softmax(l)], [T, N]. `eps`: [S, E] points shared by all tokens or [T, S, E]; unused by the delta rule."""
     samples = 1 if eps is None or rule == "delta" else eps.shape[-2]
-    return _in_pieces(q, samples, eps, lambda q, eps: _softmax_piece(q, eps, rule))
+    return in_pieces(q, samples, eps, lambda q, eps: _softmax_piece(q, eps, rule))
 
 
 def _softmax_piece(q: Gaussian, eps: Tensor | None, rule: Rule) -> Tensor:
@@ -84,13 +86,14 @@ def expected_sigmoid_logit(q: Gaussian, eps: Tensor | None, rule: Rule = "points
     The delta rule is s + s (1 - s) (1 - 2 s) var / 2; as a control variate it needs each sample's own expansion.
     """
     samples = 1 if eps is None or rule == "delta" else eps.shape[-2]
-    return _in_pieces(q, samples, eps, lambda q, eps: _sigmoid_piece(q, eps, rule))
+    return in_pieces(q, samples, eps, lambda q, eps: _sigmoid_piece(q, eps, rule))
 
 
 def _sigmoid_piece(q: Gaussian, eps: Tensor | None, rule: Rule) -> Tensor:
     s = torch.sigmoid(q.mean_TN)
-    if rule == "delta":
-        return torch.logit((s + 0.5 * s * (1 - s) * (1 - 2 * s) * q.variance_TN).clamp(1e-3 * s, 1 - 1e-3 * (1 - s)))
+    if rule == "delta":  # logit of it = mu + log(1 + (1 - s) b) - log(1 - s b), which does not saturate
+        b = 0.5 * (1 - 2 * s) * q.variance_TN
+        return q.mean_TN + torch.log1p(((1 - s) * b).clamp_min(-0.999)) - torch.log1p((-s * b).clamp_min(-0.999))
     assert eps is not None
     samples_TSN = q.samples(eps)
     plain = torch.logsumexp(F.logsigmoid(samples_TSN), 1) - torch.logsumexp(F.logsigmoid(-samples_TSN), 1)
@@ -110,7 +113,7 @@ def sample_variance(q: Gaussian, eps: Tensor) -> Tensor:
         assert eps is not None
         return q.samples(eps).var(1, correction=1).sum(-1)
 
-    return _in_pieces(q, eps.shape[-2], eps, piece)
+    return in_pieces(q, eps.shape[-2], eps, piece)
 
 
 def gumbel_top_k(logits_TN: Tensor, gumbel_TN: Tensor, k: int) -> Tensor:

@@ -57,4 +57,3 @@ def sobol_normal(samples: int, dim: int, seed: int) -> Tensor:
         return torch.zeros(1, dim)
     points = points - points.mean(0)
     return (points / points.square().mean(0).sqrt()).float()
-

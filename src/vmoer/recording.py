@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from vmoer.context import Pass
 from vmoer.errors import InputError
-from vmoer.routers import Config, Posterior, Routing
+from vmoer.routers import Config, Posterior, Router, Routing
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Record:
     def begin(self, now: Pass) -> None:
         self.passes.append((now, {}))
 
-    def add(self, now: Pass, layer: int, method: nn.Module, u_TD: Tensor, routing: Routing, chosen_TK: Tensor) -> None:
+    def add(self, now: Pass, layer: int, method: Router, u_TD: Tensor, routing: Routing, chosen_TK: Tensor) -> None:
         entries = next((entries for known, entries in reversed(self.passes) if known is now), None)
         if entries is None:  # a router run outside its decoder
             entries = {}
@@ -96,7 +96,9 @@ class Record:
         """Which tokens are real, [batch, token]."""
         self._require()
         full = [torch.ones(now.shape, dtype=torch.bool, device=now.positions_T.device) for now, _ in self.passes]
-        return torch.cat([f if now.mask_BT is None else now.mask_BT for f, (now, _) in zip(full, self.passes, strict=True)], 1)
+        return torch.cat(
+            [f if now.mask_BT is None else now.mask_BT for f, (now, _) in zip(full, self.passes, strict=True)], 1
+        )
 
     def _join(self, read: Any) -> Tensor:
         device = self.passes[0][0].positions_T.device
@@ -113,9 +115,7 @@ class Record:
             raise InputError("nothing was recorded: run the model inside `with vmoer.record(model)`")
 
 
-def gate_entropy(method: nn.Module, weight_TN: Tensor) -> Tensor:
+def gate_entropy(method: Router, weight_TN: Tensor) -> Tensor:
     """Entropy of the experts' scores as a distribution, in nats, [T]."""
     p_TN = method.gate.scoring.probabilities(weight_TN)
     return torch.special.entr(p_TN).sum(-1)
-
-

@@ -10,7 +10,7 @@ import json
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
@@ -36,7 +36,7 @@ def save(model: nn.Module, folder: str | Path) -> Path:
     if _adapter(model):
         if not hasattr(model, "peft_config"):
             raise InputError("save needs the PEFT model itself, not the model inside it, to store the adapter too")
-        model.save_pretrained(str(folder))
+        cast(Any, model).save_pretrained(str(folder))
     data = save_tensors(router_tensors(model))
     description = {
         "format": FORMAT,
@@ -79,7 +79,7 @@ def load(model: nn.Module, folder: str | Path) -> nn.Module:
             raise
     except BaseException:
         if wrapped:
-            loaded.unload()
+            cast(Any, loaded).unload()
         raise
     return loaded
 
@@ -104,7 +104,7 @@ def fingerprint(model: nn.Module, layers: Any = "all") -> str:
             continue
         for name, value in sorted(found.router.state_dict().items()):
             if not name.startswith("vmoer."):
-                _absorb(digest, f"{found.layer}.{name}", value)
+                _absorb(digest, f"{found.kind}.{found.layer}.{name}", value)
     return digest.hexdigest()
 
 

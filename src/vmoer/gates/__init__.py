@@ -8,18 +8,18 @@ return value.
 import inspect
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vmoer.errors import AttachError
-from vmoer.gates.rules import Rule, Scoring, _lookup
+from vmoer.gates.rules import Rule, Scoring, lookup
 from vmoer.gates.table import REFUSED, RULES
 from vmoer.gaussians import Gaussian
 from vmoer.integrals import Rule as Integral
-from vmoer.integrals import _in_pieces, expected_sigmoid_logit, log_expected_softmax
+from vmoer.integrals import expected_sigmoid_logit, in_pieces, log_expected_softmax
 
 _LOOKS_LIKE_A_ROUTER = re.compile(r"(Router|Gating|Gate)$")
 
@@ -84,7 +84,7 @@ class Gate:
         scoring = Scoring.of(rule, router, found.block)
         weight = _weight(router, rule)
         states = probe_states(router, weight)
-        args = [_lookup(name, router, found.block) for name in names]
+        args = [lookup(name, router, found.block) for name in names]
         with torch.no_grad():
             out = call_router(router, states, args)
         experts, k = _num_experts(router, weight), scoring.k
@@ -137,7 +137,7 @@ class Gate:
         given = kwargs.get(name)
         if given is None and name in self.arguments and len(args) > self.arguments.index(name):
             given = args[self.arguments.index(name)]
-        found = given if given is not None else _lookup(name, router)
+        found = given if given is not None else lookup(name, router)
         return found.reshape(-1) if isinstance(found, Tensor) else None
 
     # -- ours ----------------------------------------------------------------------------------------------------------
@@ -153,8 +153,7 @@ class Gate:
             return expected_sigmoid_logit(q, eps, rule)
         if eps is None:
             raise AttachError(f"sampling='delta' is not written for {self.scoring.score} gates: use sampling='fixed'")
-        mean_TN = _in_pieces(q, eps.shape[-2], eps, lambda q, e: F.softplus(q.samples(e)).sqrt().mean(1))
-        return mean_TN.square() + torch.log(-torch.expm1(-mean_TN.square()))
+        return in_pieces(q, eps.shape[-2], eps, lambda q, e: self.average(q.samples(cast(Tensor, e)), q.mean_TN))
 
     def average(self, logits_TSN: Tensor, logits_TN: Tensor) -> Tensor:
         """The same for logits that were sampled already (weight-space methods)."""
@@ -168,17 +167,23 @@ class Gate:
         return square + torch.log(-torch.expm1(-square))
 
     def route(
-        self, router: nn.Module, out: tuple[Tensor, ...], select_TN: Tensor, weight_TN: Tensor, bias_N: Tensor | None
+        self,
+        router: nn.Module,
+        out: tuple[Tensor, ...],
+        select_TN: Tensor,
+        weight_TN: Tensor,
+        bias_N: Tensor | None,
+        relaxed_TN: Tensor | None = None,
     ) -> tuple[tuple[Tensor, ...], Tensor]:
         """Our logits in the router's own return value, and the experts chosen, [T, K].
 
-        Where selection and weighting differ (Sample-K) the choice is straight-through: the weights are multiplied by
-        1 + s - stop_gradient(s), s the relaxed choice softmax(select), which is 1 in value and carries its gradient.
+        A sampled choice is straight-through: the weights are multiplied by 1 + s - stop_gradient(s), s = softmax(relaxed),
+        which is 1 in value and carries the gradient of the relaxed choice.
         """
         chosen_TK = self.scoring.choose(select_TN.detach(), bias_N)
         weights_TK = self.scoring.weigh(weight_TN, chosen_TK, router)
-        if select_TN is not weight_TN and select_TN.requires_grad:
-            soft_TK = torch.softmax(select_TN, -1).gather(-1, chosen_TK)
+        if relaxed_TN is not None and relaxed_TN.requires_grad:
+            soft_TK = torch.softmax(relaxed_TN, -1).gather(-1, chosen_TK)
             weights_TK = weights_TK * (1 + soft_TK - soft_TK.detach())
         new = list(out)
         first = weight_TN
@@ -196,7 +201,7 @@ class Gate:
 
 
 def _weight(router: nn.Module, rule: Rule) -> Tensor | None:
-    weight = _lookup(rule.weight, router) if rule.weight else None
+    weight = lookup(rule.weight, router) if rule.weight else None
     return weight if isinstance(weight, Tensor) else None
 
 
@@ -209,7 +214,7 @@ def _num_experts(router: nn.Module, weight: Tensor | None) -> int:
     if weight is not None:
         return weight.shape[0]
     for name in ("num_experts", "config.num_experts", "n_routed_experts"):
-        if (count := _lookup(name, router)) is not None:
+        if (count := lookup(name, router)) is not None:
             return int(count)
     return next(p.shape[0] for p in router.parameters() if p.dim() == 2)
 

@@ -12,7 +12,7 @@ Shapes: T tokens, N experts, K selected, G groups.
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -47,7 +47,7 @@ class Rule:
     """Phi's sparsemixer: see `sparse_mixer`."""
 
 
-def _lookup(name: str, *owners: Any) -> Any:
+def lookup(name: str, *owners: Any) -> Any:
     for owner in owners:
         value = owner
         for part in name.split("."):
@@ -74,7 +74,7 @@ class Scoring:
         def value(field: Any, default: Any) -> Any:
             if not isinstance(field, str):
                 return field
-            found = _lookup(field.removeprefix("1/"), router, block)
+            found = lookup(field.removeprefix("1/"), router, block)
             if found is None:
                 return default
             return 1 / found if field.startswith("1/") else found
@@ -87,7 +87,7 @@ class Scoring:
             groups = (int(count), int(kept)) if count and kept and count > 1 else None
         return cls(
             rule=rule,
-            score=score,
+            score=cast(Score, score),
             k=int(value(rule.top_k, 0)),
             normalise=bool(value(rule.normalise, False)),
             eps=float(value(rule.eps, 0.0)),
@@ -133,7 +133,7 @@ class Scoring:
         if self.normalise:
             weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + self.eps)
         if self.rule.per_expert_scale is not None:
-            weights_TK = weights_TK * _lookup(self.rule.per_expert_scale, router)[chosen_TK]
+            weights_TK = weights_TK * lookup(self.rule.per_expert_scale, router)[chosen_TK]
         return weights_TK * self.scale
 
 
@@ -141,7 +141,8 @@ def sparse_mixer(logits_TN: Tensor, chosen_TK: Tensor, jitter: float) -> Tensor:
     """Phi's weights: the k-th expert's share of a softmax over those still in play whose logit is near the best of them.
 
     "Near" is relative to the logits' size, so the rule is not invariant to a shift. This is its evaluation form; the model's
-    own training form adds noise of its own, for which ours stands in.
+    own training form adds noise of its own, for which ours stands in. An expert alone in its softmax has weight 1 whatever its
+    logit, so the gradient is that of the softmax over all experts still in play, straight-through.
     """
     weights = []
     left_TN = logits_TN
@@ -150,6 +151,10 @@ def sparse_mixer(logits_TN: Tensor, chosen_TK: Tensor, jitter: float) -> Tensor:
         far_TN = (best_T1 - logits_TN) / logits_TN.abs().clamp(min=best_T1).detach() > 2 * jitter
         expert_T1 = chosen_TK[:, k : k + 1]
         far_TN = far_TN.scatter(-1, expert_T1, False)  # a sampled expert counts even where it is not near
-        weights.append(torch.softmax(left_TN.masked_fill(far_TN, float("-inf")), -1).gather(-1, expert_T1))
+        weight_T1 = torch.softmax(left_TN.masked_fill(far_TN, float("-inf")), -1).gather(-1, expert_T1)
+        if logits_TN.requires_grad:
+            soft_T1 = torch.softmax(left_TN, -1).gather(-1, expert_T1)
+            weight_T1 = weight_T1.detach() + soft_T1 - soft_T1.detach()
+        weights.append(weight_T1)
         left_TN = left_TN.scatter(-1, expert_T1, float("-inf"))
     return torch.cat(weights, -1)

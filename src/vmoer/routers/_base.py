@@ -114,12 +114,17 @@ class Routing:
     select_TN: Tensor
     weight_TN: Tensor
     posterior: Posterior | None = None
+    relaxed_TN: Tensor | None = None
+    """Logits of the relaxed choice whose gradient a sampled selection carries, straight-through."""
 
 
 class Router(nn.Module):
     """A method at one layer. Parameters are float32; `forward` gets float32 logits whatever the model's dtype."""
 
     needs_fit: ClassVar[bool] = False
+    novelty_basis_RD: Tensor
+    novelty_inverse_R: Tensor
+    novelty_rest: Tensor
 
     def __init__(self, config: Any, gate: Gate, weight_ND: Tensor | None, layer: int, device: torch.device) -> None:
         super().__init__()
@@ -157,6 +162,8 @@ class Router(nn.Module):
 
 class Points(nn.Module):
     """The fixed points a router averages over, kept in float32 whatever the model is cast to."""
+
+    eps_SE: Tensor
 
     def __init__(self, samples: int, dim: int, seed: int, device: torch.device) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """What the Gaussian routers share once they have their posterior q(l | u).
 
-    training      l ~ q, one reparameterised sample, selects and weights                    (paper, section 3.4)
-    inference     p = (1/S) sum_s softmax(l_s) over S fixed points; log p + logsumexp(l) selects and weights
+training      l ~ q, one reparameterised sample, selects and weights                    (paper, section 3.4)
+inference     p = (1/S) sum_s softmax(l_s) over S fixed points; log p + logsumexp(l) selects and weights
 """
 
 from dataclasses import dataclass
@@ -74,10 +74,11 @@ class AmortisedRouter(GaussianRouter):
 
     def __init__(self, config: Any, gate: Gate, weight_ND: Tensor | None, layer: int, device: torch.device) -> None:
         super().__init__(config, gate, weight_ND, layer, device)
-        hidden = gate.hidden_size // 4
-        self.backbone = nn.Linear(gate.hidden_size, hidden, bias=False, device=device, dtype=torch.float32)
-        self.heads = nn.Linear(hidden, sum(self.head_sizes()), bias=False, device=device, dtype=torch.float32)
-        self.reset(config.seed)
+        hidden, outputs = gate.hidden_size // 4, sum(self.head_sizes())
+        if outputs:
+            self.backbone = nn.Linear(gate.hidden_size, hidden, bias=False, device=device, dtype=torch.float32)
+            self.heads = nn.Linear(hidden, outputs, bias=False, device=device, dtype=torch.float32)
+            self.reset(config.seed)
         self.add_points(device)
 
     def head_sizes(self) -> list[int]:

@@ -1,7 +1,7 @@
 """VGLR-FC: a Gaussian over the routing logits with correlated experts (paper, section 3, algorithm 2).
 
-    q(l | u) = N(l_det + dmu(u), L(u) L(u)'),    L lower triangular, diag(L) = exp(.),    prior N(l_det, s0^2 I)
-    KL = 1/2 ((|dmu|^2 + |L|_F^2) / s0^2 - N - 2 sum_i log(L_ii / s0))
+q(l | u) = N(l_det + dmu(u), L(u) L(u)'),    L lower triangular, diag(L) = exp(.),    prior N(l_det, s0^2 I)
+KL = 1/2 ((|dmu|^2 + |L|_F^2) / s0^2 - N - 2 sum_i log(L_ii / s0))
 """
 
 from dataclasses import dataclass

@@ -22,6 +22,7 @@ from vmoer.routers._gaussian import GaussianConfig, GaussianRouter
 
 class LaplaceRouter(GaussianRouter):
     needs_fit = True
+    factor_NN: Tensor
 
     def __init__(self, config: Any, gate: Gate, weight_ND: Tensor | None, layer: int, device: torch.device) -> None:
         super().__init__(config, gate, weight_ND, layer, device)

@@ -19,6 +19,11 @@ from vmoer.routers._weight_space import WeightSpaceRouter
 
 
 class SWAGRouter(WeightSpaceRouter):
+    mean_ND: Tensor
+    square_ND: Tensor
+    deviations_KND: Tensor
+    count: Tensor
+
     def __init__(self, config: Any, gate: Gate, weight_ND: Tensor | None, layer: int, device: torch.device) -> None:
         super().__init__(config, gate, weight_ND, layer, device)
         self.delta = self.new_delta(device)
@@ -61,11 +66,15 @@ class SWAGRouter(WeightSpaceRouter):
             passes, which_T = torch.unique(call.passes_T, return_inverse=True)
             delta_PND = self.weights(*self.noise(passes))
             moved = torch.einsum("td,pnd->tpn", u_TD.float(), delta_PND)
-            return self.single(logits_TN + moved.gather(1, which_T[:, None, None].expand(-1, 1, moved.shape[-1])).squeeze(1))
+            return self.single(
+                logits_TN + moved.gather(1, which_T[:, None, None].expand(-1, 1, moved.shape[-1])).squeeze(1)
+            )
         if config.sampling == "mc":
             device = u_TD.device
             own = torch.randn(config.samples, *self.delta.shape, device=device)
-            return self.average(u_TD, logits_TN, self.weights(own, torch.randn(config.samples, config.rank, device=device)))
+            return self.average(
+                u_TD, logits_TN, self.weights(own, torch.randn(config.samples, config.rank, device=device))
+            )
         samples = torch.arange(config.samples, device=u_TD.device)
         return self.average(u_TD, logits_TN, self.weights(*self.noise(samples)))
 

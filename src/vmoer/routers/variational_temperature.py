@@ -76,7 +76,9 @@ class VariationalTemperatureRouter(Router):
         scaled_TN = logits_TN / temperature_T.unsqueeze(-1)
         gumbel_TN = call.gumbel(self.config.seed, logits_TN.shape[-1], fresh=self.config.sampling == "mc")
         posterior = TemperaturePosterior(temperature_T, logits_TN, self.config.regulariser, self.config.prior_sd)
-        return Routing(scaled_TN + gumbel_TN, scaled_TN, posterior)
+        # l + T g ranks as l / T + g does, at the scale that a gate's correction bias was made for
+        perturbed_TN = logits_TN + temperature_T.detach().unsqueeze(-1) * gumbel_TN
+        return Routing(perturbed_TN, scaled_TN, posterior, relaxed_TN=scaled_TN + gumbel_TN)
 
 
 @dataclass(frozen=True, kw_only=True)
