@@ -32,12 +32,12 @@ class SWAGRouter(WeightSpaceRouter):
         self.register_buffer("square_ND", zero.clone())
         self.register_buffer("deviations_KND", zero.new_zeros(config.rank, *zero.shape))
         self.register_buffer("count", torch.zeros((), dtype=torch.int64, device=device))
+        self._kept: tuple[Any, Tensor] | None = None
 
     @torch.no_grad()
     def collect(self) -> None:
         """Take a snapshot of Delta: running moments, and its deviation from the running mean."""
-        n = int(self.count)
-        delta = self.delta.detach()
+        n, delta = self.count, self.delta.detach()
         self.mean_ND.copy_((n * self.mean_ND + delta) / (n + 1))
         self.square_ND.copy_((n * self.square_ND + delta.square()) / (n + 1))
         self.deviations_KND.copy_(self.deviations_KND.roll(-1, 0))
@@ -45,11 +45,15 @@ class SWAGRouter(WeightSpaceRouter):
         self.count += 1
 
     def weights(self, own: Tensor, shared: Tensor) -> Tensor:
-        """mean + sqrt(diag / 2) own + D' shared / sqrt(2 (K - 1)), for noise own [S, N, D] and shared [S, K]."""
-        used = max(2, min(int(self.count), self.config.rank))
+        """mean + sqrt(diag / 2) own + D' shared / sqrt(2 (K - 1)), for noise own [S, N, D] and shared [S, K].
+
+        Before the first snapshot that is Delta itself. K is the number of deviations held; nothing waits for the device.
+        """
+        used = self.count.clamp(2, max(2, self.config.rank)).float()
+        mean_ND = torch.where(self.count > 0, self.mean_ND, self.delta)
         sd_ND = (self.square_ND - self.mean_ND.square()).clamp_min(0).div(2).sqrt()
-        low_rank = torch.einsum("sk,knd->snd", shared.float(), self.deviations_KND.float()) / (2 * (used - 1)) ** 0.5
-        return self.mean_ND + sd_ND * own + low_rank
+        low_rank = torch.einsum("sk,knd->snd", shared, self.deviations_KND.float()) / (2 * (used - 1)).sqrt()
+        return (mean_ND + sd_ND * own + low_rank).float()
 
     def noise(self, sample_S: Tensor) -> tuple[Tensor, Tensor]:
         n, d = self.delta.shape
@@ -58,25 +62,32 @@ class SWAGRouter(WeightSpaceRouter):
         own = noise.normal(self.config.seed, 6, sample_S.unsqueeze(-1), self.layer, lane).view(-1, n, d)
         return own, noise.normal(self.config.seed, 7, sample_S.unsqueeze(-1), self.layer, rank)
 
+    def fixed_weights(self) -> Tensor:
+        """The S samples of the seed, kept until what they are made of changes: a draw hashes S N D numbers."""
+        state = (self.delta, self.mean_ND, self.square_ND, self.deviations_KND, self.count)
+        made_of = [(id(t), t._version, t.device) for t in state]
+        if self._kept is None or self._kept[0] != made_of:
+            samples = torch.arange(self.config.samples, device=self.delta.device)
+            self._kept = (made_of, self.weights(*self.noise(samples)).detach())
+        return self._kept[1]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_kept": None}
+
     def forward(self, u_TD: Tensor, logits_TN: Tensor, call: Call, weight_ND: Tensor | None) -> Routing:
         config = self.config
-        if call.step is not None or int(self.count) == 0:
+        if call.step is not None:
             return self.single(logits_TN + u_TD.float() @ self.delta.float().mT)
         if call.passes_T is not None:
             passes, which_T = torch.unique(call.passes_T, return_inverse=True)
-            delta_PND = self.weights(*self.noise(passes))
-            moved = torch.einsum("td,pnd->tpn", u_TD.float(), delta_PND)
-            return self.single(
-                logits_TN + moved.gather(1, which_T[:, None, None].expand(-1, 1, moved.shape[-1])).squeeze(1)
-            )
+            moved = torch.einsum("td,pnd->tpn", u_TD.float(), self.weights(*self.noise(passes)))
+            chosen_T1N = which_T[:, None, None].expand(-1, 1, moved.shape[-1])
+            return self.single(logits_TN + moved.gather(1, chosen_T1N).squeeze(1))
         if config.sampling == "mc":
-            device = u_TD.device
-            own = torch.randn(config.samples, *self.delta.shape, device=device)
-            return self.average(
-                u_TD, logits_TN, self.weights(own, torch.randn(config.samples, config.rank, device=device))
-            )
-        samples = torch.arange(config.samples, device=u_TD.device)
-        return self.average(u_TD, logits_TN, self.weights(*self.noise(samples)))
+            own = torch.randn(config.samples, *self.delta.shape, device=u_TD.device)
+            shared = torch.randn(config.samples, config.rank, device=u_TD.device)
+            return self.average(u_TD, logits_TN, self.weights(own, shared))
+        return self.average(u_TD, logits_TN, self.fixed_weights())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,59 @@
+"""The paper's experiments, one file each. `run_study(name, study)` computes a grid's missing cells and writes its rows."""
+
+import difflib
+import json
+from collections.abc import Callable
+
+from vmoer import scores
+from vmoer.errors import InputError
+from vmoer.studies import (
+    brittleness,
+    calibration,
+    efficiency,
+    layer_count,
+    layer_placement,
+    stability,
+    temperature_sweep,
+    topk_bias,
+)
+from vmoer.studies._grid import Cell, Outcome, run, write_json
+from vmoer.studies._variants import Study
+
+STUDIES: dict[str, Callable[[Study], list[Cell]]] = {
+    "brittleness": brittleness.cells,
+    "temperature-sweep": temperature_sweep.cells,
+    "calibration": calibration.cells,
+    "ood": calibration.cells,
+    "stability": stability.cells,
+    "efficiency": lambda study: efficiency.cells(),
+    "layer-count": layer_count.cells,
+    "layer-placement": layer_placement.cells,
+    "topk-bias": topk_bias.cells,
+}
+PREDICTED = ("calibration", "ood")
+"""Studies whose numbers come from saved predictions."""
+
+
+def grid(name: str, study: Study) -> list[Cell]:
+    if name == "all":
+        return [cell for one in STUDIES if one != "ood" for cell in STUDIES[one](study)]
+    if name not in STUDIES:
+        near = difflib.get_close_matches(name, STUDIES, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise InputError(f"unknown study {name!r}{hint} (known: {', '.join(STUDIES)}, all)")
+    return STUDIES[name](study)
+
+
+def run_study(name: str, study: Study, *, say: Callable[[str], object] = print) -> Outcome:
+    """Compute what is missing; then metrics from the predictions, and the studies' own rows beside them in `metrics.json`."""
+    outcome = run(grid(name, study), study.out, say=say)
+    predicted = any((study.out / child.name / "predictions.parquet").exists() for child in study.out.iterdir())
+    rows = scores.score(study.out) if predicted else []
+    for other in sorted(study.out.glob("*.json")):
+        if other.stem in STUDIES:
+            rows += json.loads(other.read_text())
+    write_json(study.out / "metrics.json", rows)
+    return outcome
+
+
+__all__ = ["STUDIES", "Cell", "Outcome", "Study", "grid", "run_study"]

@@ -1,0 +1,171 @@
+"""What stands in a study's rows: a method as it was trained, by name.
+
+vglr-fc              a method key, with the default preset
+vglr-fc@paper        the same with the protocol exactly as printed
+map, map-early       stage 1 alone, in its last state and in its best on validation
+mean-only            a trained mean without variance          } the controls without which a gain is
+fixed-noise          untrained noise of fixed size            } credited to the wrong cause
+vglr-fc+full         predictions averaged over answers rather than in the router (+answer, +full)
+"""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vmoer import tasks
+from vmoer.attach import attach, attachment_of
+from vmoer.errors import InputError
+from vmoer.models import Opened, open_model
+from vmoer.predict import predict_task
+from vmoer.routers import Config, Deterministic, MeanField, method
+from vmoer.train import PRESETS, STAGE1, Plan, train
+
+CONTROLS: dict[str, Config] = {
+    "mean-only": MeanField(learn="mean", beta=0.001),
+    "fixed-noise": MeanField(learn="nothing", prior_scale=2.0),
+}
+STATES = ("map", "map-early")
+
+
+@dataclass(frozen=True)
+class Study:
+    """What the studies are run on, and where their files go."""
+
+    model: str
+    task: str
+    out: Path
+    ood: tuple[str, ...] = ()
+    methods: tuple[str, ...] = ("map", "vglr-fc", "vtsr")
+    seeds: tuple[int, ...] = (0,)
+    averaging: tuple[str, ...] = ("router",)
+    passes: int = 8
+    limit: int | None = None
+    data_root: str | None = None
+    stage1: Plan = STAGE1
+    stage2: Plan | None = None
+    stage2_data: str | None = None
+    search: bool = False
+    transfer_from: Path | None = None
+    device: str | None = None
+    dtype: str | None = None
+
+    def questions(self, task: str, split: str) -> list[tasks.Question]:
+        return tasks.load(task, split, data_root=self.data_root, limit=self.limit)
+
+    def common(self) -> dict[str, Any]:
+        """What every cell's key holds besides its own coordinates."""
+        plans = [dataclasses.asdict(plan) for plan in (self.stage1, self.stage2) if plan is not None]
+        return {
+            "model": self.model,
+            "task": self.task,
+            "limit": self.limit,
+            "plans": json.dumps(plans),
+            "data": self.stage2_data,
+        }
+
+
+def parse(label: str) -> tuple[str, str, str]:
+    """A label's method, preset and averaging."""
+    head, _, averaging = label.partition("+")
+    key, _, preset = head.partition("@")
+    if key not in (*STATES, *CONTROLS):
+        method(key)
+    if preset and preset not in PRESETS:
+        raise InputError(f"{label}: there is no preset {preset!r}; known are {', '.join(PRESETS)}")
+    if averaging not in ("", "answer", "full"):
+        raise InputError(f"{label}: averaging is +answer or +full")
+    return key, preset or "default", averaging or "router"
+
+
+def prepare(study: Study, label: str, seed: int, *, layers: str | None = None, **changes: Any) -> Opened:
+    """The model of a label, trained where it is not yet, opened for evaluation."""
+    key, preset, _ = parse(label)
+    source = study.out / "runs" / f"map-s{seed}"
+    embedded = study.stage1.epochs == 0
+    if not (embedded and key == "map"):
+        _train(study, "map", preset="default", out=source, seed=seed)
+    if key in STATES:
+        name: str | Path = study.model if embedded and key == "map" else source / key
+        opened = open_model(name, device=study.device, dtype=study.dtype)
+        if attachment_of(opened.model) is None:
+            attach(opened.model, Deterministic())
+        return opened
+    folder = study.out / "runs" / f"{label.partition('+')[0]}{f'-{layers}' if layers else ''}-s{seed}".replace(":", "")
+    _train(study, key, preset=preset, out=folder, seed=seed, layers=layers, from_map=source, **changes)
+    return open_model(folder, device=study.device, dtype=study.dtype)
+
+
+def _train(study: Study, key: str, *, preset: str, out: Path, seed: int, **changes: Any) -> None:
+    if (out / "run.json").exists():
+        return
+    chosen: str | Config = CONTROLS.get(key, key)
+    if study.transfer_from is not None and isinstance(chosen, str):
+        chosen = _transferred(study.transfer_from, out.name, PRESETS[preset].config(key))
+    paper = preset == "paper"
+    train(
+        study.model,
+        study.task,
+        chosen,
+        out=out,
+        preset=preset,
+        stage1_plan=study.stage1,
+        stage2_plan=None if paper else study.stage2,
+        stage2_data=None if paper else study.stage2_data,
+        search=study.search and study.transfer_from is None,
+        data_root=study.data_root,
+        limit=study.limit,
+        seed=seed,
+        dtype=study.dtype,
+        **{k: v for k, v in changes.items() if v is not None},
+    )
+
+
+def _transferred(source: Path, run: str, config: Config) -> Config:
+    """The method with what was searched on another model, untuned on this one."""
+    path = source / "runs" / run / "run.json"
+    if not path.exists():
+        raise InputError(f"nothing to transfer: {path} is missing")
+    found = json.loads(path.read_text())["config"]
+    kept = {name: found[name] for name in ("beta", "temperature") if name in found}
+    return dataclasses.replace(config, **kept)
+
+
+def predict_label(
+    study: Study, label: str, seed: int, folder: Path, questions: Sequence[tasks.Question] | None = None
+) -> None:
+    """Predictions of a label on validation and test of its task and on the shifted sets, unless they are there already."""
+    if (folder / "meta.json").exists():
+        return
+    opened = prepare(study, label, seed)
+    if questions is None:
+        questions = [*study.questions(study.task, "validation"), *study.questions(study.task, "test")]
+        for shifted in study.ood:
+            questions += study.questions(shifted, "test")
+    averaging: Any = parse(label)[2]
+    predict_task(
+        opened.model,
+        opened.tokenizer,
+        questions,
+        folder=folder,
+        name=study.model,
+        method=label,
+        seed=seed,
+        averaging=averaging,
+        passes=study.passes,
+    )
+
+
+def batches(
+    study: Study, opened: Opened, questions: Sequence[tasks.Question], size: int = 32
+) -> list[dict[str, torch.Tensor]]:
+    """Prompts as padded batches, for what needs activations rather than answers."""
+    from vmoer.predict import collate
+    from vmoer.tasks.prompt import encode
+
+    prompts = encode(opened.tokenizer, list(questions), 2**31)
+    return [collate(prompts[i : i + size], opened.model) for i in range(0, len(prompts), size)]

@@ -1,0 +1,28 @@
+"""Ablation A: how many layers, L in {1, 2, 4, 8, 10, 12, 15} of the most susceptible, with its spread over seeds."""
+
+from functools import partial
+
+from vmoer.gates import find
+from vmoer.models import open_model
+from vmoer.studies._ablation import measure
+from vmoer.studies._grid import Cell
+from vmoer.studies._variants import Study
+
+STUDY = "layer-count"
+COUNTS = (1, 2, 4, 8, 10, 12, 15)
+METHODS = ("mcdr", "vglr-fc", "vtsr")
+
+
+def cells(study: Study) -> list[Cell]:
+    available = len(find(open_model(study.model, device="cpu").model))
+    counts = [n for n in COUNTS if n <= available]
+    return [
+        Cell(
+            STUDY,
+            {"method": method, "layers": n, "seed": seed, "ood": study.ood[-1:], **study.common()},
+            partial(measure, STUDY, study, method, f"susceptible:{n}", seed),
+        )
+        for method in METHODS
+        for n in counts
+        for seed in study.seeds
+    ]

@@ -1,0 +1,89 @@
+"""Table 3: how much of a router's choice survives noise on the layer's input, averaged over the attached layers.
+
+Beside each value stands the floor: the agreement of two identical passes, 1 for fixed points and less for fresh noise.
+`map` is measured at the layers the method is attached to, so that both are asked the same question.
+"""
+
+from functools import partial
+from typing import Any
+
+from vmoer.attach import attach, attached, detach, routers_of
+from vmoer.layers import brittleness
+from vmoer.metrics import bootstrap, paired_bootstrap
+from vmoer.routers import Deterministic
+from vmoer.studies._grid import Cell, Row, row
+from vmoer.studies._variants import Study, batches, parse, prepare
+
+STUDY = "stability"
+GAMMAS = (0.001, 0.002, 0.005, 0.01)
+QUESTIONS = 200
+
+
+def cells(study: Study) -> list[Cell]:
+    chosen = [label for label in study.methods if parse(label)[0] not in ("map", "map-early")]
+    return [
+        Cell(
+            STUDY,
+            {"method": label, "seed": seed, **study.common()},
+            partial(work, study, label, seed),
+        )
+        for seed in study.seeds
+        for label in dict.fromkeys(label.partition("+")[0] for label in chosen)
+    ]
+
+
+def work(study: Study, label: str, seed: int) -> list[Row]:
+    opened = prepare(study, label, seed)
+    model: Any = opened.model
+    inputs = batches(study, opened, study.questions(study.task, "test")[:QUESTIONS])
+    layers = attached(model).layers
+    rows = []
+    for kind in ("fixed", "fresh") if _draws(model) else ("fixed",):
+        _set_sampling(model, kind)
+        result = brittleness(model, inputs, gammas=(0.0, *GAMMAS), layers=layers, seed=seed)
+        values_GT = result.jaccard_LGT.mean(0)
+        name = label if kind == "fixed" else f"{label} (fresh noise)"
+        if kind == "fixed":
+            method_GT, tokens = values_GT, result.rows_T
+        rows += _rows(study, name, seed, values_GT, result.rows_T)
+    detach(model)
+    attach(model, Deterministic(layers=layers))
+    own = brittleness(model, inputs, gammas=(0.0, *GAMMAS), layers=layers, seed=seed)
+    own_GT = own.jaccard_LGT.mean(0)
+    rows += _rows(study, f"map at the layers of {label}", seed, own_GT, own.rows_T)
+    for g, gamma in enumerate((0.0, *GAMMAS)):
+        pair = paired_bootstrap(_by_row(method_GT[g], tokens), _by_row(own_GT[g], own.rows_T), seed=seed)
+        keys = {"model": study.model, "task": study.task, "method": label, "seed": seed, "gamma": gamma}
+        rows.append(row(STUDY, "jaccard_minus_map", pair.value, **keys) | {"low": pair.low, "high": pair.high})
+    return rows
+
+
+def _by_row(values_T: Any, rows_T: Any) -> Any:
+    """Means over each prompt's tokens: tokens of one prompt share their noise through attention."""
+    import numpy as np
+
+    values, rows = np.asarray(values_T, dtype=float), np.asarray(rows_T)
+    return np.bincount(rows, weights=values) / np.bincount(rows)
+
+
+def _rows(study: Study, name: str, seed: int, values_GT: Any, rows_T: Any) -> list[Row]:
+    out = []
+    for g, gamma in enumerate((0.0, *GAMMAS)):
+        interval = bootstrap(_by_row(values_GT[g], rows_T), seed=seed)
+        keys = {"model": study.model, "task": study.task, "method": name, "seed": seed, "gamma": gamma}
+        out.append(row(STUDY, "jaccard", interval.value, **keys) | {"low": interval.low, "high": interval.high})
+    return out
+
+
+def _draws(model: Any) -> bool:
+    return hasattr(attached(model).config, "sampling")
+
+
+def _set_sampling(model: Any, kind: str) -> None:
+    """Both ways of drawing on the same trained routers."""
+    import dataclasses
+
+    if not _draws(model):
+        return
+    for router in routers_of(model).values():
+        router.config = dataclasses.replace(router.config, sampling="fixed" if kind == "fixed" else "mc")

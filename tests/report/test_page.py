@@ -1,0 +1,173 @@
+"""The page: well formed, self-contained, named for screen readers; in Chromium without errors or sideways scrolling."""
+
+import html
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from vmoer.errors import InputError
+from vmoer.report import Section, page, read, report
+
+VOID = {"meta", "link", "br", "path", "use", "rect"}
+CHROMIUM = shutil.which("chromium")
+FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+]
+FLAGS += ["--disable-component-update", "--disable-sync", "--enable-logging=stderr", "--allow-file-access-from-files"]
+
+
+class Checker(HTMLParser):
+    """Collects elements, and fails where one closes that is not open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[tuple[str, dict[str, str | None]]] = []
+
+    def handle_starttag(self, tag, attrs):
+        self.seen.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.seen.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        if tag not in VOID:
+            assert self.open.pop() == tag, self.getpos()
+
+
+@pytest.fixture(scope="module")
+def written(results, tmp_path_factory) -> Path:
+    copy = tmp_path_factory.mktemp("page") / "results"
+    shutil.copytree(results, copy)
+    return report(copy)
+
+
+@pytest.fixture(scope="module")
+def parsed(written) -> Checker:
+    checker = Checker()
+    checker.feed(written.read_text())
+    checker.close()
+    assert checker.open == []
+    return checker
+
+
+def test_files(written):
+    tables = [
+        f"{kind}-quiz{shift}" for kind in ("calibration", "selective", "verdicts") for shift in ("", "-near", "-far")
+    ]
+    tables += ["ood-quiz-near", "ood-quiz-far"]
+    expected = {"index.html", "tables.md", *(f"{name}.{kind}" for name in tables for kind in ("csv", "tex"))}
+    assert {path.name for path in written.parent.iterdir()} == expected
+
+
+def test_nothing_comes_from_outside(written, parsed):
+    for tag, attributes in parsed.seen:
+        for name, value in attributes.items():
+            if name in ("src", "href", "xlink:href", "srcset", "data", "action"):
+                assert (value or "").startswith(("#", "data:")), (tag, name, value)
+    text = re.sub(r'xmlns(:\w+)?="[^"]*"', "", written.read_text())
+    assert "http://" not in text
+    assert "https://" not in text
+    assert "@import" not in text
+    assert not re.search(r"url\((?!#)", text)
+
+
+def test_figures_have_names_and_sections_ids(parsed):
+    drawings = [attributes for tag, attributes in parsed.seen if tag == "svg"]
+    # Reliability of five methods, risk-coverage, ROC on two shifts, histograms of three signals and prompt length.
+    assert len(drawings) == 5 + 1 + 2 + 4
+    assert all(attributes["role"] == "img" and len(attributes["aria-label"] or "") > 40 for attributes in drawings)
+    ids = [attributes["id"] for _, attributes in parsed.seen if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    assert {"headline", "calibration-quiz", "signals-quiz", "shift-quiz-near", "shift-quiz-far", "sources"} <= set(ids)
+    links = {value[1:] for tag, a in parsed.seen if tag in ("a", "use") for n, value in a.items() if n.endswith("href")}
+    assert links <= set(ids)
+
+
+def test_same_bytes_twice(written):
+    before = {path: path.read_bytes() for path in written.parent.iterdir()}
+    report(written.parent.parent)
+    assert {path: path.read_bytes() for path in written.parent.iterdir()} == before
+
+
+def test_headline_follows_the_intervals(results, written):
+    """Oracle: the verdicts read off the rows by hand."""
+    rows, sentences = read(results), page.headlines(read(results))
+    text = " ".join(sentences)
+    assert html.escape(sentences[1], quote=False).replace("'", "&#39;") in written.read_text()
+    picked = {(r["method"], r["metric"]): r for r in rows if r["task"] == "quiz" and r["seed"] is None}
+    for method in ("map+ts", "mean_only", "vglr-fc", "vglr-fc+full"):
+        better = all(picked[method, f"{metric}_minus_map"]["high"] < 0 for metric in ("nll", "brier", "debiased_ece"))
+        claimed = re.search(r"Better than map on [^:]*:(.*?\]\))\.", text)
+        assert better == bool(claimed and f" {method} (NLL" in claimed.group(1)), method
+    far = next(sentence for sentence in sentences if sentence.startswith("quiz → far"))
+    assert "novelty" in far
+    assert "Prompt length alone does about as well" in far
+
+
+def test_sections_can_be_added():
+    text = page.render("T <1>", ["a & b"], [Section("more", "More", ["words"])], ["here"])
+    assert "T &lt;1&gt;" in text
+    assert '<section id="more">' in text
+    assert "a &amp; b" in text
+
+
+def test_without_predictions_there_are_tables_only(results, tmp_path):
+    shutil.copy(results / "metrics.json", tmp_path)
+    text = report(tmp_path).read_text()
+    assert "<table>" in text
+    assert "<svg" not in text
+
+
+def test_metrics_are_computed_where_absent(results, tmp_path, monkeypatch):
+    for name in ("predictions.parquet", "meta.json"):
+        shutil.copy(results / name, tmp_path)
+    called = []
+    monkeypatch.setattr("vmoer.scores.write", lambda d: called.append(d) or shutil.copy(results / "metrics.json", d))
+    assert read(tmp_path) == read(results)
+    assert called == [tmp_path]
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '[{"metric": "nll"}]', "[1]"])
+def test_bad_metrics(tmp_path, text):
+    (tmp_path / "metrics.json").write_text(text)
+    with pytest.raises(InputError, match=r"metrics\.json"):
+        report(tmp_path)
+    assert not (tmp_path / "report").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+def test_in_chromium(written, tmp_path):
+    """On a phone's 390 px nothing scrolls sideways but the tables; no message on the console; every figure is drawn."""
+    # Headless windows have a least width above 390 px, so the phone is a frame.
+    wrapper = tmp_path / "phone.html"
+    wrapper.write_text(
+        f'<iframe id="phone" width="390" height="800" style="border:0" src="{written.as_uri()}"></iframe><script>'
+        'document.getElementById("phone").onload = event => {'
+        "  const page = event.target.contentDocument;"
+        '  const drawn = [...page.querySelectorAll("svg")].filter(svg => svg.getBoundingClientRect().height > 100);'
+        '  const wide = [...page.querySelectorAll(".scroll")].filter(box => box.scrollWidth > box.clientWidth);'
+        "  document.title = [page.documentElement.scrollWidth, drawn.length, wide.length].join();"
+        "};</script>"
+    )
+    command = [CHROMIUM, *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=5000"]
+    done = subprocess.run([*command, "--dump-dom", wrapper.as_uri()], capture_output=True, text=True, timeout=120)
+    found = re.search(r"<title>(\d+),(\d+),(\d+)</title>", done.stdout)
+    assert found, done.stderr
+    width, drawn, wide = map(int, found.groups())
+    assert width <= 390
+    assert drawn == written.read_text().count("<svg")
+    assert wide > 0
+    assert "CONSOLE" not in done.stderr
