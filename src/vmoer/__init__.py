@@ -5,6 +5,7 @@ __version__ = "0.1.0"
 from vmoer.attach import attach, detach, record
 from vmoer.averaging import predict
 from vmoer.fitting import fit
+from vmoer.layers import select_layers
 from vmoer.routers import (
     SWAG,
     Deterministic,
@@ -28,6 +29,7 @@ __all__ = [
     "MCDropout",
     "MeanField",
     "Temperature",
+    "VMoERTrainer",
     "VariationalTemperature",
     "attach",
     "detach",
@@ -37,4 +39,14 @@ __all__ = [
     "predict",
     "record",
     "save",
+    "select_layers",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """`VMoERTrainer` brings transformers' Trainer with it, which takes seconds to import: only when it is asked for."""
+    if name == "VMoERTrainer":
+        from vmoer.trainer import VMoERTrainer
+
+        return VMoERTrainer
+    raise AttributeError(f"module 'vmoer' has no attribute {name!r}")
