@@ -3,9 +3,9 @@
 __version__ = "0.1.0"
 
 from vmoer.attach import attach, detach, record
-from vmoer.averaging import predict
 from vmoer.fitting import fit
 from vmoer.layers import select_layers
+from vmoer.predict import predict
 from vmoer.routers import (
     SWAG,
     Deterministic,

@@ -12,7 +12,6 @@ Values come from `vmoer.metrics`; draws from a batched form of the same metrics,
 
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from itertools import pairwise, product
@@ -25,6 +24,7 @@ from scipy.fft import dct, idct
 
 from vmoer import metrics as m
 from vmoer.errors import InputError
+from vmoer.files import write_bytes
 from vmoer.metrics.calibration import BINS
 from vmoer.metrics.ood import MIN_PAIRS
 from vmoer.metrics.resampling import percentiles
@@ -491,14 +491,7 @@ def score(directory: Path, draws: int = 500, seed: int = 0) -> list[Row]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file so that it is there whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_bytes(path, text.encode())
 
 
 def write(directory: Path, draws: int = 500, seed: int = 0) -> Path:

@@ -7,8 +7,6 @@ on: the base model's router weights, rounded to bfloat16, and the adapter. Only 
 
 import hashlib
 import json
-import os
-import tempfile
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,6 +20,7 @@ import vmoer
 from vmoer import gates
 from vmoer.attach import attach, attached, attachment_of, detach, routers_of
 from vmoer.errors import InputError
+from vmoer.files import write_bytes
 from vmoer.routers import Config, method
 
 FORMAT = 1
@@ -46,8 +45,8 @@ def save(model: nn.Module, folder: str | Path) -> Path:
         "base": fingerprint(model),
         "adapter": adapter_fingerprint(model),
     }
-    _write(folder / "router.safetensors", data)
-    _write(folder / "router.json", (json.dumps(description, indent=2) + "\n").encode())
+    write_bytes(folder / "router.safetensors", data)
+    write_bytes(folder / "router.json", (json.dumps(description, indent=2) + "\n").encode())
     return folder
 
 
@@ -183,16 +182,3 @@ def _fill(model: nn.Module, tensors: dict[str, Tensor], folder: Path) -> None:
             else:
                 with torch.no_grad():
                     ours.copy_(theirs)
-
-
-def _write(path: Path, data: bytes) -> None:
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise

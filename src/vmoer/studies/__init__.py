@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from vmoer import scores
 from vmoer.errors import InputError
+from vmoer.files import write_json
 from vmoer.studies import (
     brittleness,
     calibration,
@@ -16,7 +17,7 @@ from vmoer.studies import (
     temperature_sweep,
     topk_bias,
 )
-from vmoer.studies._grid import Cell, Outcome, run, write_json
+from vmoer.studies._grid import Cell, Outcome, run
 from vmoer.studies._variants import Study
 
 STUDIES: dict[str, Callable[[Study], list[Cell]]] = {

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from vmoer.files import write_json
+
 Row = dict[str, Any]
 
 
@@ -70,10 +72,3 @@ def row(study: str, metric: str, value: float | None, **keys: Any) -> Row:
     """A row as in `metrics.json`; keys that do not apply are null."""
     base: Row = dict.fromkeys(("model", "task", "split", "method", "seed", "signal"))
     return {"study": study, **base, "metric": metric, "value": value, "low": None, "high": None, **keys}
-
-
-def write_json(path: Path, value: Any) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(value, indent=1) + "\n")
-    os.replace(temporary, path)
