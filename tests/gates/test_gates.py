@@ -143,6 +143,14 @@ def test_unknown_and_refused_routers_are_named() -> None:
     vmoer.attach(model, vmoer.MeanField(layers=[1]))
 
 
+def test_a_block_that_routes_by_itself_is_named() -> None:
+    """Jamba before transformers 5.18: a linear layer called router, and the choice made in the block."""
+    model = tiny.model("jamba")
+    found = gates.find(model)[0]
+    found.block.router = nn.Linear(32, 6)
+    assert "the block around it chooses" in gates.find(model)[0].reason
+
+
 def test_both_return_orders(monkeypatch: pytest.MonkeyPatch) -> None:
     """Granite returned (indices, weights, logits) before transformers 5.21: a router of that order routes the same."""
     plain, batch = tiny.model("granitemoe"), tiny.batch()

@@ -50,12 +50,19 @@ def find(model: nn.Module) -> list[Found]:
         kind = type(module).__name__
         block = modules.get(path.rpartition(".")[0])
         known = kind in RULES or kind in REFUSED
-        if block is None or not (known or (_LOOKS_LIKE_A_ROUTER.search(kind) and hasattr(block, "experts"))):
+        beside_experts = block is not None and hasattr(block, "experts")
+        plain = type(module) is nn.Linear and path.rpartition(".")[2] in ("router", "gate")
+        if block is None or not (known or (beside_experts and (plain or _LOOKS_LIKE_A_ROUTER.search(kind)))):
             continue
         index = re.search(r"^(.*?)\.?(\w+)\.(\d+)\.", path)
         if index is None:
             continue
-        reason = REFUSED.get(kind, "" if kind in RULES else "its class is unknown: add a row to vmoer/gates/table.py")
+        unknown = "its class is unknown: add a row to vmoer/gates/table.py"
+        if plain:
+            unknown = (
+                "it is a plain linear layer and the block around it chooses the experts; newer transformers may not"
+            )
+        reason = REFUSED.get(kind, "" if kind in RULES else unknown)
         decoder = modules[index.group(1)]
         found.append(Found(path, int(index.group(3)), module, block, decoder, RULES.get(kind), reason))
     return found

@@ -9,7 +9,7 @@ from pathlib import Path
 from vmoer import scores
 from vmoer.errors import InputError
 from vmoer.metrics import auroc
-from vmoer.report import figures, page, summaries
+from vmoer.report import figures, page, studies, summaries
 from vmoer.report.figures import Figure
 from vmoer.report.page import Section
 from vmoer.report.tables import Entry, Table, to_csv, to_latex, to_markdown, to_terminal
@@ -142,7 +142,8 @@ def report(directory: Path) -> Path:
     # Committed results may come without their predictions: then the page has tables and no figures.
     has_predictions = any(directory.glob("predictions.parquet")) or any(directory.glob("*/predictions.parquet"))
     predictions = scores.load(directory) if has_predictions else []
-    made = sections(rows, predictions)
+    answered = [row for row in rows if row.get("study") not in studies.BUILDERS]
+    made = [*sections(answered, predictions), *studies.sections(rows)]
     parquets = [str(path.relative_to(directory)) for path in scores.files(directory)] if has_predictions else []
     sources = [
         *_HOW,
@@ -156,5 +157,5 @@ def report(directory: Path) -> Path:
         scores.write_text(out / f"{table.name}.tex", to_latex(table))
     scores.write_text(out / "tables.md", "\n".join(to_markdown(table) for table in found))
     index = out / "index.html"
-    scores.write_text(index, page.render(title, page.headlines(rows), made, sources))
+    scores.write_text(index, page.render(title, page.headlines(answered), made, sources))
     return index
