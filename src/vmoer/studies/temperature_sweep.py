@@ -7,6 +7,7 @@ without layer 0. ECE stands beside its noise floor: with a few hundred questions
 import tempfile
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from vmoer import metrics as m
 from vmoer.attach import attach, attachment_of, detach
@@ -63,7 +64,7 @@ def work(study: Study, layer: int | None, seed: int) -> list[Row]:
     return rows
 
 
-def _read(path: Path) -> tuple[m.Floats, m.Ints]:  # type: ignore[name-defined]
+def _read(path: Path) -> tuple[Any, Any]:
     import numpy as np
     import pyarrow.parquet as pq
 
