@@ -51,7 +51,9 @@ class VariationalGate(nn.Module):
             routing, chosen_TK = Routing(logits_TN, logits_TN), gate.experts(out)
         else:
             bias_N = gate.bias(self, args, kwargs)
-            out, chosen_TK = gate.route(self, out, routing.select_TN, routing.weight_TN, bias_N, routing.relaxed_TN)
+            out, chosen_TK = gate.route(
+                self, out, routing.select_TN, routing.weight_TN, bias_N, routing.relaxed_TN, routing.given
+            )
         current.hand_over(self.vmoer_layer, method, u_TD, routing, chosen_TK)
         return out
 

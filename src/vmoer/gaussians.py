@@ -17,6 +17,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -57,6 +58,12 @@ class Gaussian:
         quadratic_T = (self.trace() + (self.mean_TN - center_TN).square().sum(-1)) * precision
         return 0.5 * (quadratic_T - n + 2 * n * math.log(prior_sd) - self.log_det())
 
+    def wide(self) -> "Gaussian":
+        """The same in float32: a GPU's heads answer in the model's dtype, which only the kernels read as it is."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        narrow = {name: x.float() for name, x in fields.items() if isinstance(x, Tensor) and x.element_size() == 2}
+        return dataclasses.replace(self, **narrow) if narrow else self
+
     def rows(self, start: int, stop: int) -> "Gaussian":
         """The same for tokens start to stop: what lets the integrals work in pieces."""
         cut = {f.name: getattr(self, f.name)[start:stop] for f in dataclasses.fields(self) if "_T" in f.name}
@@ -83,9 +90,12 @@ class Diagonal(Gaussian):
 
 @functools.lru_cache(maxsize=64)
 def _triangle(n: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Where the C entries of a lower triangle, row by row, lie in the flattened N x N matrix; and which are diagonal."""
+    """Which entry of the lower triangle, row by row, lies at each place of the flattened N x N matrix, C above the diagonal;
+    and which of the C entries are diagonal."""
     row, col = torch.tril_indices(n, n, device=device)
-    return row * n + col, row == col
+    entry = torch.full((n * n,), len(row), device=device)
+    entry[row * n + col] = torch.arange(len(row), device=device)
+    return entry, row == col
 
 
 @dataclass(frozen=True)
@@ -101,9 +111,10 @@ class Cholesky(Gaussian):
 
     def factor(self) -> Tensor:
         n = self.noise_dim
-        place_C, _ = _triangle(n, self.raw_TC.device)
-        flat = self.raw_TC.new_zeros(self.raw_TC.shape[0], n * n)
-        return flat.index_copy(1, place_C, self.entries()).view(-1, n, n)
+        entry, _ = _triangle(n, self.raw_TC.device)
+        flat = F.pad(self.raw_TC, (0, 1)).index_select(1, entry)  # the added zero fills the upper triangle
+        flat[:, :: n + 1] = flat[:, :: n + 1].exp()
+        return (flat if self.scale == 1 else self.scale * flat).view(-1, n, n)
 
     @property
     def variance_TN(self) -> Tensor:
@@ -113,7 +124,8 @@ class Cholesky(Gaussian):
         return self.entries().square().sum(-1)
 
     def samples(self, eps: Tensor) -> Tensor:
-        return self.mean_TN.unsqueeze(1) + eps @ self.factor().mT
+        factor = self.factor()
+        return torch.baddbmm(self.mean_TN.unsqueeze(1), eps.expand(len(factor), *eps.shape[-2:]), factor.mT)
 
     def times(self, x_TN: Tensor) -> Tensor:
         factor = self.factor()

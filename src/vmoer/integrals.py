@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vmoer import kernels
 from vmoer.gaussians import Gaussian
 
 Rule = Literal["points", "delta", "delta-cv"]
@@ -39,6 +40,8 @@ def in_pieces(
 
 def log_expected_softmax(q: Gaussian, eps: Tensor | None, rule: Rule = "points") -> Tensor:
     """log E[softmax(l)], [T, N]. `eps`: [S, E] points shared by all tokens or [T, S, E]; unused by the delta rule."""
+    if rule == "points" and (fused := kernels.log_expected_softmax(q, eps)) is not None:
+        return fused
     samples = 1 if eps is None or rule == "delta" else eps.shape[-2]
     return in_pieces(q, samples, eps, lambda q, eps: _softmax_piece(q, eps, rule))
 
@@ -85,6 +88,8 @@ def expected_sigmoid_logit(q: Gaussian, eps: Tensor | None, rule: Rule = "points
 
     The delta rule is s + s (1 - s) (1 - 2 s) var / 2; as a control variate it needs each sample's own expansion.
     """
+    if rule == "points" and (fused := kernels.expected_sigmoid_logit(q, eps)) is not None:
+        return fused
     samples = 1 if eps is None or rule == "delta" else eps.shape[-2]
     return in_pieces(q, samples, eps, lambda q, eps: _sigmoid_piece(q, eps, rule))
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from vmoer.attach import routers_of
 from vmoer.errors import InputError
 from vmoer.store import load
 
@@ -36,6 +37,8 @@ def open_model(
     model = model.to(device).eval()
     if run and (folder / "router.json").exists():
         model = load(model, folder).eval()
+        for router in routers_of(model).values():
+            router.requires_grad_(False)
     elif run and (folder / "adapter_config.json").exists():
         from peft import PeftModel
 

@@ -181,14 +181,18 @@ class Gate:
         weight_TN: Tensor,
         bias_N: Tensor | None,
         relaxed_TN: Tensor | None = None,
+        given: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[tuple[Tensor, ...], Tensor]:
         """Our logits in the router's own return value, and the experts chosen, [T, K].
 
         A sampled choice is straight-through: the weights are multiplied by 1 + s - stop_gradient(s), s = softmax(relaxed),
-        which is 1 in value and carries the gradient of the relaxed choice.
+        which is 1 in value and carries the gradient of the relaxed choice. `given`: weights and experts found already.
         """
-        chosen_TK = self.scoring.choose(select_TN.detach(), bias_N)
-        weights_TK = self.scoring.weigh(weight_TN, chosen_TK, router)
+        if given is not None:
+            weights_TK, chosen_TK = given
+        else:
+            chosen_TK = self.scoring.choose(select_TN.detach(), bias_N)
+            weights_TK = self.scoring.weigh(weight_TN, chosen_TK, router)
         if relaxed_TN is not None and relaxed_TN.requires_grad:
             soft_TK = torch.softmax(relaxed_TN, -1).gather(-1, chosen_TK)
             weights_TK = weights_TK * (1 + soft_TK - soft_TK.detach())

@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vmoer.kernels import Ask
+
 Score = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 _SCORES: dict[str, Score] = {"Softmax": "softmax", "Sigmoid": "sigmoid", "SqrtSoftplusActivation": "sqrtsoftplus"}
 
@@ -94,6 +96,14 @@ class Scoring:
             scale=float(value(rule.scale, 1.0)),
             groups=groups,
         )
+
+    def ask(self) -> Ask | None:
+        """The rule as a fused kernel takes it: None where it is more than softmax, Top-K, normalise."""
+        rule = self.rule
+        more = rule.bias or self.groups or rule.per_expert_scale or rule.mixer or rule.returns != "topk"
+        if more or self.score != "softmax" or self.eps > 1e-12 or self.k > 16:
+            return None
+        return Ask(self.k, self.normalise, self.scale)
 
     def scores(self, logits_TN: Tensor) -> Tensor:
         if self.score == "softmax":

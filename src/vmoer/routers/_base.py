@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vmoer import noise
+from vmoer import kernels, noise
 from vmoer.errors import InputError
 from vmoer.gates import Gate
 
@@ -86,6 +86,14 @@ class Call:
             return seed, 2, self.passes_T.unsqueeze(-1), self.layer, position, lane
         return seed, 3, self.layer, position, lane
 
+    def keys(self, seed: int) -> kernels.Keys | None:
+        """The same for vmoer.kernels.temper; None in training, whose step may be a tensor."""
+        if self.step is not None:
+            return None
+        if self.passes_T is not None:
+            return kernels.Keys((seed, 2), self.positions_T, self.passes_T, (self.layer,))
+        return kernels.Keys((seed, 3, self.layer), self.positions_T)
+
     def normal(self, seed: int, n: int) -> Tensor:
         return noise.normal(*self._keys(seed, n))
 
@@ -116,6 +124,8 @@ class Routing:
     posterior: Posterior | None = None
     relaxed_TN: Tensor | None = None
     """Logits of the relaxed choice whose gradient a sampled selection carries, straight-through."""
+    given: tuple[Tensor, Tensor] | None = None
+    """The gate's weights and experts, [T, K] each, where a fused kernel found them on the way."""
 
 
 class Router(nn.Module):

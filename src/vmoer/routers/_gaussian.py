@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from vmoer import integrals
+from vmoer import integrals, kernels
 from vmoer.gates import Gate
 from vmoer.gaussians import Gaussian
 from vmoer.routers._base import Call, Config, Points, Router, Routing, Sampling, at_least, choice
@@ -38,12 +38,13 @@ class GaussianPosterior:
     eps: Tensor | None
 
     def divergence(self) -> Tensor:
-        return self.q.kl(self.center_TN, self.prior_scale)
+        return self.q.wide().kl(self.center_TN, self.prior_scale)
 
     def signals(self) -> dict[str, Tensor]:
-        out = {"logit_variance": self.q.trace()}
+        q = self.q.wide()
+        out = {"logit_variance": q.trace()}
         if self.eps is not None and self.eps.shape[-2] > 1:
-            out["mc_logit_variance"] = integrals.sample_variance(self.q, self.eps)
+            out["mc_logit_variance"] = integrals.sample_variance(q, self.eps)
         return out
 
 
@@ -56,11 +57,18 @@ class GaussianRouter(Router):
     def route(self, q: Gaussian, logits_TN: Tensor, call: Call) -> Routing:
         config = cast(GaussianConfig, self.config)
         if call.draws:
+            q = q.wide()
             sample_TN = q.sample(call.normal(config.seed, self.noise_dim))
             return Routing(sample_TN, sample_TN, GaussianPosterior(q, logits_TN, config.prior_scale, None))
         eps: Tensor | None = self.points()
         if config.sampling == "mc":
             eps = torch.randn(len(logits_TN), config.samples, self.noise_dim, device=logits_TN.device)
+        if config.sampling == "fixed" and self.gate.scoring.score == "softmax":
+            fused = kernels.average(q, eps, own_TN=logits_TN, ask=self.gate.scoring.ask())
+            if fused is not None:
+                posterior = GaussianPosterior(q, logits_TN, config.prior_scale, eps)
+                return Routing(fused.logits_TN, fused.logits_TN, posterior, given=fused.chosen)
+        q = q.wide()
         rule = config.sampling if config.sampling in ("delta", "delta-cv") else "points"
         averaged_TN = self.gate.expected_logits(q, None if rule == "delta" else eps, cast(Any, rule), logits_TN)
         return Routing(averaged_TN, averaged_TN, GaussianPosterior(q, logits_TN, config.prior_scale, eps))
@@ -97,6 +105,6 @@ class AmortisedRouter(GaussianRouter):
             self.heads.weight.copy_(heads)
 
     def infer(self, u_TD: Tensor) -> tuple[Tensor, ...]:
-        """The heads' outputs in float32, split by `head_sizes`."""
-        features_TH = torch.relu(self.linear(u_TD, self.backbone))
-        return self.linear(features_TH, self.heads).float().split(self.head_sizes(), dim=-1)
+        """The heads' outputs split by `head_sizes`: in float32, but on a GPU, where the kernels read the model's dtype."""
+        out = self.linear(torch.relu(self.linear(u_TD, self.backbone)), self.heads)
+        return (out if kernels.available(out) else out.float()).split(self.head_sizes(), dim=-1)

@@ -25,8 +25,11 @@ class LowRankRouter(AmortisedRouter):
 
     def forward(self, u_TD: Tensor, logits_TN: Tensor, call: Call, weight_ND: Tensor | None) -> Routing:
         shift_TN, log_sd_TN, factor = self.infer(u_TD)
-        factor_TNR = self.config.prior_scale * factor.view(*shift_TN.shape, self.config.rank)
-        q = LowRankGaussian(logits_TN + shift_TN, math.log(self.config.prior_scale) + log_sd_TN, factor_TNR)
+        factor_TNR = factor.unflatten(-1, (shift_TN.shape[-1], self.config.rank))
+        if self.config.prior_scale != 1:
+            log_sd_TN = math.log(self.config.prior_scale) + log_sd_TN.float()
+            factor_TNR = self.config.prior_scale * factor_TNR.float()
+        q = LowRankGaussian(logits_TN + shift_TN, log_sd_TN, factor_TNR)
         return self.route(q, logits_TN, call)
 
 

@@ -27,7 +27,7 @@ class PointPosterior:
     prior_scale: float
 
     def divergence(self) -> Tensor:
-        return self.shift_TN.square().sum(-1) / (2 * self.prior_scale**2)
+        return self.shift_TN.float().square().sum(-1) / (2 * self.prior_scale**2)
 
     def signals(self) -> dict[str, Tensor]:
         return {}
@@ -47,7 +47,9 @@ class MeanFieldRouter(AmortisedRouter):
             return Routing(moved_TN, moved_TN, PointPosterior(shift_TN, self.config.prior_scale))
         if log_sd_TN is None:
             log_sd_TN = torch.zeros_like(logits_TN)
-        q = Diagonal(logits_TN + shift_TN, math.log(self.config.prior_scale) + log_sd_TN)
+        if self.config.prior_scale != 1:
+            log_sd_TN = math.log(self.config.prior_scale) + log_sd_TN.float()
+        q = Diagonal(logits_TN + shift_TN, log_sd_TN)
         return self.route(q, logits_TN, call)
 
 

@@ -66,7 +66,8 @@ class SWAGRouter(WeightSpaceRouter):
         """The S samples of the seed, kept until what they are made of changes: a draw hashes S N D numbers."""
         state = (self.delta, self.mean_ND, self.square_ND, self.deviations_KND, self.count)
         made_of = [(id(t), t._version, t.device) for t in state]
-        if self._kept is None or self._kept[0] != made_of:
+        # a fused optimiser changes delta without raising its version: while it is being trained nothing is kept
+        if self._kept is None or self._kept[0] != made_of or self.delta.requires_grad:
             samples = torch.arange(self.config.samples, device=self.delta.device)
             self._kept = (made_of, self.weights(*self.noise(samples)).detach())
         return self._kept[1]

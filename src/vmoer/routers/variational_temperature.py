@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vmoer import kernels
 from vmoer.gates import Gate
 from vmoer.routers._base import Call, Config, Router, Routing, Sampling, at_least, choice
 
@@ -64,14 +65,24 @@ class VariationalTemperatureRouter(Router):
                 for p in self.head.parameters():
                     p.zero_()
 
+    def unbounded(self, u_TD: Tensor) -> Tensor:
+        return self.linear(torch.relu(self.linear(u_TD, self.backbone)), self.head).squeeze(-1)
+
     def temperature(self, u_TD: Tensor) -> Tensor:
         low, high = self.config.t_min, self.config.t_max
-        x_T = self.linear(torch.relu(self.linear(u_TD, self.backbone)), self.head).float().squeeze(-1)
+        x_T = self.unbounded(u_TD).float()
         s_T = F.softplus(x_T) / F.softplus(x_T.new_zeros(()))
         a = (1 - low) / (high - 1)
         return low + (1 - low) * s_T * ((1 + a) / (1 + a * s_T))
 
     def forward(self, u_TD: Tensor, logits_TN: Tensor, call: Call, weight_ND: Tensor | None) -> Routing:
+        config = self.config
+        if (keys := call.keys(config.seed)) is not None and kernels.available(u_TD) and config.sampling == "fixed":
+            bounds, ask = (config.t_min, config.t_max), self.gate.scoring.ask()
+            fused = kernels.temper(logits_TN, self.unbounded(u_TD), keys, bounds=bounds, ask=ask)
+            if fused is not None:
+                posterior = TemperaturePosterior(fused.temperature_T, logits_TN, config.regulariser, config.prior_sd)
+                return Routing(fused.select_TN, fused.scaled_TN, posterior, given=fused.chosen)
         temperature_T = self.temperature(u_TD)
         scaled_TN = logits_TN / temperature_T.unsqueeze(-1)
         gumbel_TN = call.gumbel(self.config.seed, logits_TN.shape[-1], fresh=self.config.sampling == "mc")

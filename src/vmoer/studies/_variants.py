@@ -85,10 +85,11 @@ def parse(label: str) -> tuple[str, str, str]:
 def prepare(study: Study, label: str, seed: int, *, layers: str | None = None, **changes: Any) -> Opened:
     """The model of a label, trained where it is not yet, opened for evaluation."""
     key, preset, _ = parse(label)
-    source = study.out / "runs" / f"map-s{seed}"
+    # the paper's protocol trains stage 1 on everything, ours holds a share back
+    source = study.out / "runs" / f"map{'@paper' if preset == 'paper' else ''}-s{seed}"
     embedded = study.stage1.epochs == 0
     if not (embedded and key == "map"):
-        _train(study, "map", preset="default", out=source, seed=seed)
+        _train(study, "map", preset=preset, out=source, seed=seed)
     if key in STATES:
         name: str | Path = study.model if embedded and key == "map" else source / key
         opened = open_model(name, device=study.device, dtype=study.dtype)

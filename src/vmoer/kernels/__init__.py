@@ -1,0 +1,148 @@
+"""Fused GPU versions of `integrals.py`, for CUDA with Triton, supported shapes and no gradient asked for.
+
+Each entry point answers None where the plain path must do the work, so a caller reads
+
+    if (fused := kernels.log_expected_softmax(q, eps)) is not None:
+        return fused
+
+`VMOER_KERNELS=1` in the environment, or `kernels.enabled = True`, switches them on; they stay off by default until their table
+of a GPU run is in `results/`. Triton is imported at the first use on a GPU, never by `import vmoer`. Each file holds a kernel
+and its float64 reference side by side; the tests run the kernels in Triton's interpreter on the CPU and, where there is one,
+on the GPU.
+
+    cholesky      vglr-fc, N up to 256           diagonal      vglr-mf and laplace, N up to 512
+    low_rank      vglr-lr, N up to 512           temperature   vtsr
+    sample        one differentiable draw a token without the factor      select     Top-K and gate weights by themselves
+"""
+
+import importlib.util
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vmoer.gaussians import Cholesky, Diagonal, Gaussian, LowRank, Scaled
+from vmoer.kernels._asks import Ask, Choice, Keys, Tempered
+
+MOST_POINTS = 64
+enabled = os.environ.get("VMOER_KERNELS", "0") == "1"
+_TRITON = importlib.util.find_spec("triton") is not None
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def available(x: Tensor) -> bool:
+    """Whether kernels run where this tensor lives: on a CUDA device."""
+    return enabled and _TRITON and x.is_cuda and not _INTERPRETED
+
+
+def runs(x: Tensor) -> bool:
+    """As `available`; in Triton's interpreter on the CPU too."""
+    return enabled and _TRITON and (x.is_cuda != _INTERPRETED)
+
+
+def _usable(*tensors: Tensor | None) -> bool:
+    given = [x for x in tensors if x is not None]
+    if not all(available(x) and x.dtype in _DTYPES and x.numel() > 0 for x in given):
+        return False
+    return not (torch.is_grad_enabled() and any(x.requires_grad for x in given))
+
+
+def average(
+    q: Gaussian,
+    eps: Tensor | None,
+    *,
+    shift_TN: Tensor | None = None,
+    own_TN: Tensor | None = None,
+    ask: Ask | None = None,
+    sigmoid: bool = False,
+) -> Choice | None:
+    """log E[softmax(l)], or logit E[sigmoid(l)], for l ~ q over points shared by all tokens.
+
+    `shift_TN` is added to q's mean (the heads' answer, so that the sum need not be written out first); logsumexp(own_TN) is
+    added to the result (Gate.expected_logits); `ask` wants K experts and their weights as well.
+    """
+    if eps is None or eps.dim() != 2 or len(eps) > MOST_POINTS or not _usable(q.mean_TN, eps, shift_TN, own_TN):
+        return None
+    if ask is not None and (sigmoid or ask.k > min(16, q.mean_TN.shape[-1])):
+        return None
+    more: dict[str, Any] = {"shift_TN": shift_TN, "own_TN": own_TN, "ask": ask, "sigmoid": sigmoid}
+    n = q.mean_TN.shape[-1]
+    if isinstance(q, Cholesky) and n <= 256 and _usable(q.raw_TC):
+        from vmoer.kernels import cholesky
+
+        return cholesky.average(q.mean_TN, q.raw_TC, eps, q.scale, **more)
+    if isinstance(q, Diagonal) and n <= 512 and _usable(q.log_sd_TN):
+        from vmoer.kernels import diagonal
+
+        return diagonal.average(q.mean_TN, q.log_sd_TN, eps, **more)
+    if isinstance(q, Scaled) and n <= 512 and _usable(q.scale_T, q.factor_NN):
+        from vmoer.kernels import diagonal
+
+        log_sd_TN = (0.5 * q.scale_T.float().log()).unsqueeze(-1).expand(-1, n)
+        return diagonal.average(q.mean_TN, log_sd_TN, eps.float() @ q.factor_NN.float().mT, **more)
+    if isinstance(q, LowRank) and n <= 512 and q.factor_TNR.shape[-1] <= 64 and _usable(q.log_sd_TN):
+        from vmoer.kernels import diagonal, low_rank
+
+        if q.factor_TNR.shape[-1] == 0:
+            return diagonal.average(q.mean_TN, q.log_sd_TN, eps, **more)
+        if _usable(q.factor_TNR):
+            return low_rank.average(q.mean_TN, q.log_sd_TN, q.factor_TNR, eps, **more)
+    return None
+
+
+def log_expected_softmax(q: Gaussian, eps: Tensor | None) -> Tensor | None:
+    """integrals.log_expected_softmax(q, eps, "points"), or None."""
+    found = average(q, eps)
+    return None if found is None else found.logits_TN
+
+
+def expected_sigmoid_logit(q: Gaussian, eps: Tensor | None) -> Tensor | None:
+    """integrals.expected_sigmoid_logit(q, eps, "points"), or None."""
+    found = average(q, eps, sigmoid=True)
+    return None if found is None else found.logits_TN
+
+
+def temper(
+    logits_TN: Tensor,
+    x_T: Tensor,
+    keys: Keys,
+    *,
+    bounds: tuple[float, float] | None = None,
+    ask: Ask | None = None,
+) -> Tempered | None:
+    """VTSR's scaled and perturbed logits (vmoer.kernels.temperature.temper), or None."""
+    n = logits_TN.shape[-1]
+    if not _usable(logits_TN, x_T) or n > 1024 or (ask is not None and ask.k > min(16, n)) or len(keys.between) > 1:
+        return None
+    if not all(isinstance(key, int) for key in keys.before):
+        return None
+    from vmoer.kernels import temperature
+
+    return temperature.temper(logits_TN, x_T, keys, bounds=bounds, ask=ask)
+
+
+def choose(by_TN: Tensor, logits_TN: Tensor, ask: Ask) -> Choice | None:
+    """Top-K of `by_TN` and softmax weights of `logits_TN` (vmoer.kernels.select.select), or None."""
+    if not _usable(by_TN, logits_TN) or by_TN.shape[-1] > 1024 or ask.k > min(16, by_TN.shape[-1]):
+        return None
+    from vmoer.kernels.select import select
+
+    return select(by_TN, logits_TN, ask)
+
+
+__all__ = [
+    "Ask",
+    "Choice",
+    "Keys",
+    "Tempered",
+    "available",
+    "average",
+    "choose",
+    "enabled",
+    "expected_sigmoid_logit",
+    "log_expected_softmax",
+    "runs",
+    "temper",
+]

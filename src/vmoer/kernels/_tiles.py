@@ -1,0 +1,123 @@
+"""What the kernels share: products on the tensor cores, sums of exponentials, the choice of K experts, the counter hash.
+
+A float32 product on the tensor cores rounds its operands to tf32, 3e-4 of each logit, too coarse where the variance is large.
+Heads that answer in bfloat16 are exact there, so only the points are written as two bfloat16 numbers, 2^-18 of them lost, and
+the product is two bfloat16 products accumulated in float32. Heads in float32 take three tf32 products.
+
+Shapes: B tokens of a program, N experts, S points, K selected; `_PAD` is the next power of two.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+import contextlib
+import os
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+_WIDE_DOT = tl.constexpr(INTERPRETED)  # the interpreter's dot would multiply bfloat16 numbers as bit patterns
+_LOWEST = tl.constexpr(-3.0e38)
+
+
+def pad(n: int, least: int = 1) -> int:
+    return max(least, 1 << (n - 1).bit_length())
+
+
+def on_device(tensor: Tensor) -> Any:
+    """Triton launches on the current device, which need not be the tensor's. A compiled graph sees to that itself."""
+    if torch.compiler.is_compiling() or not tensor.is_cuda:
+        return contextlib.nullcontext()
+    return torch.cuda.device(tensor.device)
+
+
+@triton.jit
+def product(a, b, acc):
+    """acc + a b, for points b in float32."""
+    if _WIDE_DOT:
+        acc = tl.dot(a.to(tl.float32), b, acc, input_precision="ieee")
+    elif a.dtype == tl.bfloat16:
+        b_high = b.to(tl.bfloat16)
+        b_low = (b - b_high.to(tl.float32)).to(tl.bfloat16)
+        acc = tl.dot(a, b_low, acc)
+        acc = tl.dot(a, b_high, acc)
+    else:
+        acc = tl.dot(a.to(tl.float32), b, acc, input_precision="tf32x3")
+    return acc
+
+
+@triton.jit
+def add_exp(top, total, x):
+    """One more term of a running log-sum-exp, total = sum of exp(x - top), by a single exponential."""
+    gap = x - top
+    e = tl.exp(-tl.abs(gap))
+    total = tl.where(gap > 0, total * e + 1.0, total + e)
+    return tl.maximum(top, x), total
+
+
+@triton.jit
+def log_sum_exp(x, axis: tl.constexpr):
+    """Finite or -inf, never NaN, where a whole line is -inf."""
+    top = tl.maximum(tl.max(x, axis), _LOWEST)
+    total = tl.sum(tl.exp(x - tl.expand_dims(top, axis)), axis)
+    return top + tl.log(total)
+
+
+@triton.jit
+def log_sigmoid(x):
+    return tl.minimum(x, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(x)))
+
+
+@triton.jit
+def average(logits_NS, n, s, N: tl.constexpr, S: tl.constexpr, LOG_S: tl.constexpr, SIGMOID: tl.constexpr):
+    """[N_PAD]: log of the mean softmax over the S columns, or the logit of the mean sigmoid; 0 beyond N."""
+    inside = n < N
+    last = (s < S)[None, :]
+    if SIGMOID:
+        yes = log_sigmoid(logits_NS)
+        out = log_sum_exp(tl.where(last, yes, float("-inf")), 1) - log_sum_exp(
+            tl.where(last, yes - logits_NS, float("-inf")), 1
+        )
+    else:
+        inner = tl.where(inside[:, None], logits_NS, float("-inf"))
+        log_p = logits_NS - log_sum_exp(inner, 0)[None, :]
+        out = log_sum_exp(tl.where(last, log_p, float("-inf")), 1) - LOG_S
+    return tl.where(inside, out, 0.0)
+
+
+@triton.jit
+def select(
+    by_BN, log_p_BN, n, t, live, weights_ptr, indices_ptr, gate_scale, K: tl.constexpr, K_PAD: tl.constexpr,
+    NORMALISE: tl.constexpr,
+):  # fmt: skip
+    """Store the K experts of largest `by`, best first, and their weights exp(log_p), normalised or not.
+
+    Entries beyond N must be -inf in `by`.
+    """
+    column = tl.arange(0, K_PAD)[None, :]
+    log_w = tl.full([by_BN.shape[0], K_PAD], float("-inf"), tl.float32)
+    index = tl.zeros([by_BN.shape[0], K_PAD], tl.int32)
+    for k in tl.static_range(K):
+        at = tl.argmax(by_BN, 1)[:, None]
+        here = n[None, :] == at
+        value = tl.sum(tl.where(here, log_p_BN, 0.0), 1)[:, None]
+        log_w = tl.where(column == k, value, log_w)
+        index = tl.where(column == k, at, index)
+        by_BN = tl.where(here, float("-inf"), by_BN)
+    if NORMALISE:
+        log_w = log_w - log_sum_exp(log_w, 1)[:, None]
+    place = t.to(tl.int64)[:, None] * K + column
+    mask = live[:, None] & (column < K)
+    tl.store(weights_ptr + place, gate_scale * tl.exp(log_w), mask=mask)
+    tl.store(indices_ptr + place, index.to(tl.int64), mask=mask)
+
+
+@triton.jit
+def mix(state, key):
+    """One key more: vmoer.noise.hash32's step, in 32-bit arithmetic that wraps by itself."""
+    x = state * 5 + 0x52DCE729 + key
+    x = (x ^ (x >> 16)) * 0x85EBCA6B
+    x = (x ^ (x >> 13)) * 0xC2B2AE35
+    return x ^ (x >> 16)

@@ -1,0 +1,313 @@
+"""Cholesky entries and mean to averaged probabilities: E[softmax(N(mu, L L'))] over shared points, L never in memory.
+
+`raw_TC` holds the lower triangle row by row, row i from entry i(i+1)/2 on, the logarithm on the diagonal; any strides. Two
+shapes of the same sum  l_is = mu_i + scale (exp(raw_ii) eps_si + sum_{j<i} raw_ij eps_sj):
+
+    by token     few tokens: a program takes one token after the other, l [N, S] = raw [N, N] eps' [N, S] in registers
+    by expert    many tokens: a program takes B tokens and walks through the experts, l_i [B, S] = raw_i [B, i] eps' [i, S].
+                 A first walk leaves the normaliser of each sample [B, S], a second one averages. No element above the
+                 diagonal is touched, and a sample's normaliser needs no exchange between threads. Best where raw_TC lies
+                 entry by entry (strides 1, T): heads computed as W h' rather than h W'.
+
+Floor at 16,384 tokens, N = 40, S = 32, heads in bfloat16: traffic T (2 C + (2 + 4 + 4) N) bytes = 35 MB, 8 us at 4.3 TB/s;
+S C = 26k multiplications and additions a token, 0.43 G, two or three times in bfloat16 pieces, 3 us; exponentials 2 S N,
+42M, 12 us. At N = 64: 79 MB, 18 us; 1.1 G; 67M, 19 us.
+
+`sample` draws once a token with its own noise; `vmoer.kernels.sample` makes a differentiable function of it.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vmoer import integrals
+from vmoer.gaussians import Cholesky
+from vmoer.kernels._asks import Ask, Choice
+from vmoer.kernels._tiles import _LOWEST, add_exp, log_sigmoid, log_sum_exp, on_device, pad, product
+from vmoer.kernels._tiles import average as average_points
+from vmoer.kernels._tiles import select as store_selected
+from vmoer.kernels.select import room
+from vmoer.kernels.select import select as select_experts
+
+MOST_EXPERTS = 256
+BY_EXPERT_FROM = 8192  # tokens
+
+
+@triton.jit
+def _by_token_kernel(
+    mean_ptr, shift_ptr, raw_ptr, own_ptr, eps_ptr, out_ptr, weights_ptr, indices_ptr, tokens, scale, gate_scale,
+    mean_t, mean_n, shift_t, shift_n, raw_t, raw_c, own_t, own_n,
+    N: tl.constexpr, N_PAD: tl.constexpr, S: tl.constexpr, LOG_S: tl.constexpr, S_PAD: tl.constexpr, J: tl.constexpr,
+    B: tl.constexpr, SHIFT: tl.constexpr, OWN: tl.constexpr, SIGMOID: tl.constexpr,
+    K: tl.constexpr, K_PAD: tl.constexpr, NORMALISE: tl.constexpr,
+):  # fmt: skip
+    n = tl.arange(0, N_PAD)
+    j = tl.arange(0, J)
+    s = tl.arange(0, S_PAD)
+    inside = n < N
+    n64 = n.to(tl.int64)
+    row_start = n64 * (n64 + 1) // 2
+    eps_S = eps_ptr + s[None, :] * N
+    own_eps_NS = tl.load(eps_S + n[:, None], mask=inside[:, None] & (s < S)[None, :], other=0.0)
+    for b in range(B):
+        t = (tl.program_id(0) * B + b).to(tl.int64)
+        row = t + tl.arange(0, 1)
+        live = inside & (row < tokens)
+        raw_T = raw_ptr + t * raw_t
+        spread_NS = tl.zeros([N_PAD, S_PAD], tl.float32)
+        for first in range(0, N, J):
+            column = first + j
+            raw_NJ = tl.load(
+                raw_T + (row_start[:, None] + column[None, :]) * raw_c,
+                mask=live[:, None] & (column[None, :] < n[:, None]),
+                other=0.0,
+            )
+            eps_JS = tl.load(eps_S + column[:, None], mask=(column < N)[:, None] & (s < S)[None, :], other=0.0)
+            spread_NS = product(raw_NJ, eps_JS, spread_NS)
+        log_sd_N = tl.load(raw_T + (row_start + n64) * raw_c, mask=live, other=0.0).to(tl.float32)
+        spread_NS += tl.exp(log_sd_N)[:, None] * own_eps_NS
+        mean_N = tl.load(mean_ptr + t * mean_t + n64 * mean_n, mask=live, other=0.0).to(tl.float32)
+        if SHIFT:
+            mean_N += tl.load(shift_ptr + t * shift_t + n64 * shift_n, mask=live, other=0.0).to(tl.float32)
+        log_p_N = average_points(mean_N[:, None] + scale * spread_NS, n, s, N, S, LOG_S, SIGMOID)
+        out_N = log_p_N
+        if OWN:
+            own_N = tl.load(own_ptr + t * own_t + n64 * own_n, mask=live, other=float("-inf")).to(tl.float32)
+            out_N += log_sum_exp(own_N, 0)
+        tl.store(out_ptr + t * N + n, out_N, mask=live)
+        if K > 0:
+            by_1N = tl.where(inside, log_p_N, float("-inf"))[None, :]
+            store_selected(
+                by_1N, log_p_N[None, :], n, row, row < tokens, weights_ptr, indices_ptr, gate_scale, K, K_PAD, NORMALISE
+            )
+
+
+@triton.jit
+def _expert_logits(
+    i, mean_T, mean_n, shift_T, shift_n, raw_T, raw_c, eps_ptr, first_JS, live, scale,
+    N: tl.constexpr, S: tl.constexpr, S_PAD: tl.constexpr, J: tl.constexpr, B: tl.constexpr, SHIFT: tl.constexpr,
+):  # fmt: skip
+    """Expert i's logit for B tokens and all points, [B, S_PAD]. The points' first J coordinates are held by the caller."""
+    j = tl.arange(0, J)
+    s = tl.arange(0, S_PAD)
+    i64 = tl.full([1], 0, tl.int64) + i
+    start = i64 * (i64 + 1) // 2
+    raw_BJ = tl.load(raw_T[:, None] + (start + j)[None, :] * raw_c, mask=live[:, None] & (j < i)[None, :], other=0.0)
+    spread_BS = product(raw_BJ, first_JS, tl.zeros([B, S_PAD], tl.float32))
+    if N > J:
+        for first in range(J, i, J):
+            column = first + j
+            raw_BJ = tl.load(
+                raw_T[:, None] + (start + column)[None, :] * raw_c,
+                mask=live[:, None] & (column < i)[None, :],
+                other=0.0,
+            )
+            eps_JS = tl.load(
+                eps_ptr + s[None, :] * N + column[:, None], mask=(column < N)[:, None] & (s < S)[None, :], other=0.0
+            )
+            spread_BS = product(raw_BJ, eps_JS, spread_BS)
+    log_sd_B = tl.load(raw_T + (start + i64) * raw_c, mask=live, other=0.0).to(tl.float32)
+    eps_S = tl.load(eps_ptr + s * N + i, mask=s < S, other=0.0)
+    spread_BS += tl.exp(log_sd_B)[:, None] * eps_S[None, :]
+    mean_B = tl.load(mean_T + i64 * mean_n, mask=live, other=0.0).to(tl.float32)
+    if SHIFT:
+        mean_B += tl.load(shift_T + i64 * shift_n, mask=live, other=0.0).to(tl.float32)
+    return mean_B[:, None] + scale * spread_BS
+
+
+@triton.jit
+def _by_expert_kernel(
+    mean_ptr, shift_ptr, raw_ptr, own_ptr, eps_ptr, out_ptr, tokens, scale,
+    mean_t, mean_n, shift_t, shift_n, raw_t, raw_c, own_t, own_n,
+    N: tl.constexpr, S: tl.constexpr, LOG_S: tl.constexpr, S_PAD: tl.constexpr, J: tl.constexpr, B: tl.constexpr,
+    SHIFT: tl.constexpr, OWN: tl.constexpr, SIGMOID: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0) * B + tl.arange(0, B)
+    live = t < tokens
+    t64 = t.to(tl.int64)
+    s = tl.arange(0, S_PAD)
+    j = tl.arange(0, J)
+    points = (s < S)[None, :]
+    mean_T = mean_ptr + t64 * mean_t
+    shift_T = shift_ptr + t64 * shift_t
+    raw_T = raw_ptr + t64 * raw_t
+    own_T = own_ptr + t64 * own_t
+    first_JS = tl.load(eps_ptr + s[None, :] * N + j[:, None], mask=(j < N)[:, None] & points, other=0.0)
+
+    lse_BS = tl.zeros([B, S_PAD], tl.float32)
+    own_B = tl.zeros([B], tl.float32)
+    if not SIGMOID:
+        top = tl.full([B, S_PAD], _LOWEST, tl.float32)
+        total = tl.zeros([B, S_PAD], tl.float32)
+        for i in range(N):
+            logits_BS = _expert_logits(
+                i, mean_T, mean_n, shift_T, shift_n, raw_T, raw_c, eps_ptr, first_JS, live, scale,
+                N, S, S_PAD, J, B, SHIFT,
+            )  # fmt: skip
+            top, total = add_exp(top, total, logits_BS)
+        lse_BS = top + tl.log(total)
+    if OWN:
+        own_top = tl.full([B], _LOWEST, tl.float32)
+        own_total = tl.zeros([B], tl.float32)
+        for i in range(N):
+            own = tl.load(own_T + i * own_n, mask=live, other=0.0).to(tl.float32)
+            own_top, own_total = add_exp(own_top, own_total, own)
+        own_B = own_top + tl.log(own_total)
+    for i in range(N):
+        logits_BS = _expert_logits(
+            i, mean_T, mean_n, shift_T, shift_n, raw_T, raw_c, eps_ptr, first_JS, live, scale,
+            N, S, S_PAD, J, B, SHIFT,
+        )  # fmt: skip
+        if SIGMOID:
+            yes = log_sigmoid(logits_BS)
+            no = yes - logits_BS
+            out_B = log_sum_exp(tl.where(points, yes, float("-inf")), 1) - log_sum_exp(
+                tl.where(points, no, float("-inf")), 1
+            )
+        else:
+            out_B = log_sum_exp(tl.where(points, logits_BS - lse_BS, float("-inf")), 1) - LOG_S
+        tl.store(out_ptr + t64 * N + i, out_B + own_B, mask=live)
+
+
+def average(
+    mean_TN: Tensor,
+    raw_TC: Tensor,
+    eps_SN: Tensor,
+    scale: float = 1.0,
+    *,
+    shift_TN: Tensor | None = None,
+    own_TN: Tensor | None = None,
+    ask: Ask | None = None,
+    sigmoid: bool = False,
+    shape: tuple[str, int, int] | None = None,
+) -> Choice:
+    """log E[softmax(l)] (or logit E[sigmoid(l)]), l ~ N(mean + shift, scale^2 L L'); + logsumexp(own) where given.
+
+    `shape` overrides the choice of kernel for tuning: ("token" or "expert", tokens a program, warps).
+    """
+    tokens, experts = mean_TN.shape
+    samples = len(eps_SN)
+    s_pad = pad(samples, 16)
+    eps_SN = eps_SN.float().contiguous()
+    out_TN = torch.empty(tokens, experts, dtype=torch.float32, device=mean_TN.device)
+    shift, own = mean_TN if shift_TN is None else shift_TN, mean_TN if own_TN is None else own_TN
+    columns = min(64, pad(experts, 16))
+    kind, block, warps = shape or _shape(tokens, pad(experts, 16), s_pad, raw_TC.dtype)
+    if kind == "expert":
+        with on_device(mean_TN):
+            _by_expert_kernel[(triton.cdiv(tokens, block),)](
+                mean_TN, shift, raw_TC, own, eps_SN, out_TN, tokens, scale,
+                *mean_TN.stride(), *shift.stride(), *raw_TC.stride(), *own.stride(),
+                N=experts, S=samples, LOG_S=math.log(samples), S_PAD=s_pad, J=columns, B=block,
+                SHIFT=shift_TN is not None, OWN=own_TN is not None, SIGMOID=sigmoid,
+                num_warps=warps, num_stages=1 if raw_TC.dtype == torch.float32 else 3,
+            )  # fmt: skip
+        return Choice(out_TN) if ask is None else select_experts(out_TN, out_TN, ask)
+    weights_TK, indices_TK = room(tokens, ask, out_TN)
+    k = 0 if ask is None else ask.k
+    with on_device(mean_TN):
+        _by_token_kernel[(triton.cdiv(tokens, block),)](
+            mean_TN, shift, raw_TC, own, eps_SN, out_TN, weights_TK, indices_TK, tokens, scale,
+            1.0 if ask is None else ask.scale,
+            *mean_TN.stride(), *shift.stride(), *raw_TC.stride(), *own.stride(),
+            N=experts, N_PAD=pad(experts, 16), S=samples, LOG_S=math.log(samples), S_PAD=s_pad, J=columns, B=block,
+            SHIFT=shift_TN is not None, OWN=own_TN is not None, SIGMOID=sigmoid,
+            K=k, K_PAD=pad(max(1, k)), NORMALISE=ask is not None and ask.normalise,
+            num_warps=warps, num_stages=1 if experts <= columns or raw_TC.dtype == torch.float32 else 2,
+        )  # fmt: skip
+    return Choice(out_TN) if ask is None else Choice(out_TN, weights_TK, indices_TK)
+
+
+def _shape(tokens: int, n_pad: int, s_pad: int, dtype: torch.dtype) -> tuple[str, int, int]:
+    if tokens >= BY_EXPERT_FROM and dtype != torch.float32:
+        return "expert", 32 if s_pad <= 32 else 16, 2 if s_pad <= 32 else 1
+    return "token", 1 if tokens < 2048 else 4, min(16, max(4, n_pad * s_pad // 1024))
+
+
+def reference(mean_TN: Tensor, raw_TC: Tensor, eps_SN: Tensor, scale: float = 1.0, *, sigmoid: bool = False) -> Tensor:
+    """The same in float64 by vmoer.integrals."""
+    q = Cholesky(mean_TN.double(), raw_TC.double(), scale)
+    expected = integrals.expected_sigmoid_logit if sigmoid else integrals.log_expected_softmax
+    return expected(q, eps_SN.double())
+
+
+# -- one sample a token ------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _sample_kernel(
+    mean_ptr, raw_ptr, eps_ptr, out_ptr, scale, mean_t, mean_n, raw_t, raw_c,
+    N: tl.constexpr, N_PAD: tl.constexpr, J: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0).to(tl.int64)
+    n = tl.arange(0, N_PAD)
+    j = tl.arange(0, J)
+    inside = n < N
+    n64 = n.to(tl.int64)
+    row_start = n64 * (n64 + 1) // 2
+    raw_T = raw_ptr + t * raw_t
+    log_sd_N = tl.load(raw_T + (row_start + n64) * raw_c, mask=inside, other=0.0).to(tl.float32)
+    spread_N = tl.exp(log_sd_N) * tl.load(eps_ptr + t * N + n, mask=inside, other=0.0)
+    for first in range(0, N, J):
+        column = first + j
+        raw_NJ = tl.load(
+            raw_T + (row_start[:, None] + column[None, :]) * raw_c,
+            mask=inside[:, None] & (column[None, :] < n[:, None]),
+            other=0.0,
+        ).to(tl.float32)
+        eps_J = tl.load(eps_ptr + t * N + column, mask=column < N, other=0.0)
+        spread_N += tl.sum(raw_NJ * eps_J[None, :], 1)
+    mean_N = tl.load(mean_ptr + t * mean_t + n64 * mean_n, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + t * N + n, mean_N + scale * spread_N, mask=inside)
+
+
+@triton.jit
+def _sample_backward_kernel(
+    grad_ptr, raw_ptr, eps_ptr, out_ptr, scale, raw_t, raw_c, N: tl.constexpr, N_PAD: tl.constexpr, J: tl.constexpr
+):
+    t = tl.program_id(0).to(tl.int64)
+    n = tl.arange(0, N_PAD)
+    j = tl.arange(0, J)
+    inside = n < N
+    n64 = n.to(tl.int64)
+    row_start = n64 * (n64 + 1) // 2
+    grad_N = scale * tl.load(grad_ptr + t * N + n, mask=inside, other=0.0)
+    out_T = out_ptr + t * (N * (N + 1) // 2)
+    for first in range(0, N, J):
+        column = first + j
+        eps_J = tl.load(eps_ptr + t * N + column, mask=column < N, other=0.0)
+        below = inside[:, None] & (column[None, :] < n[:, None])
+        tl.store(out_T + row_start[:, None] + column[None, :], grad_N[:, None] * eps_J[None, :], mask=below)
+    log_sd_N = tl.load(raw_ptr + t * raw_t + (row_start + n64) * raw_c, mask=inside, other=0.0).to(tl.float32)
+    eps_N = tl.load(eps_ptr + t * N + n, mask=inside, other=0.0)
+    tl.store(out_T + row_start + n64, grad_N * tl.exp(log_sd_N) * eps_N, mask=inside)
+
+
+def sample(mean_TN: Tensor, raw_TC: Tensor, eps_TN: Tensor, scale: float) -> Tensor:
+    """mean + L eps with each token's own noise, [T, N] in float32."""
+    tokens, experts = mean_TN.shape
+    out_TN = torch.empty(tokens, experts, dtype=torch.float32, device=mean_TN.device)
+    n_pad = pad(experts)
+    with on_device(mean_TN):
+        _sample_kernel[(tokens,)](
+            mean_TN, raw_TC, eps_TN.float().contiguous(), out_TN, scale, *mean_TN.stride(), *raw_TC.stride(),
+            N=experts, N_PAD=n_pad, J=min(64, n_pad), num_warps=4,
+        )  # fmt: skip
+    return out_TN
+
+
+def sample_backward(grad_TN: Tensor, raw_TC: Tensor, eps_TN: Tensor, scale: float) -> Tensor:
+    """The gradient of the entries, [T, C] in their dtype."""
+    tokens, experts = grad_TN.shape
+    out_TC = torch.empty(raw_TC.shape, dtype=raw_TC.dtype, device=raw_TC.device)
+    n_pad = pad(experts)
+    with on_device(grad_TN):
+        _sample_backward_kernel[(tokens,)](
+            grad_TN.float().contiguous(), raw_TC, eps_TN.float().contiguous(), out_TC, scale, *raw_TC.stride(),
+            N=experts, N_PAD=n_pad, J=min(64, n_pad), num_warps=4,
+        )  # fmt: skip
+    return out_TC

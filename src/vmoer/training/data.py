@@ -1,0 +1,131 @@
+"""Questions as token ids, and the order they are trained in.
+
+Prompts are tokenised once. The order of an epoch is a function of (seed, epoch), so that a resumed run continues as if it had
+never stopped. Batches hold prompts of similar length: an epoch's shuffled questions are cut into pools, each pool is sorted by
+length and cut into batches, and the batches are shuffled.
+
+Shapes: B rows, T tokens, C options (letters), U columns whose logits are wanted.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vmoer.errors import InputError
+from vmoer.tasks import Part, Question
+from vmoer.tasks._base import take
+from vmoer.tasks.prompt import encode, letter_ids
+
+POOL = 32  # batches a pool: enough to find prompts of like length, few enough that an epoch stays well mixed
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Encoded questions. `letters` are the token ids of the answer letters, as many as the longest list of options."""
+
+    prompts: Sequence[Sequence[int]]
+    answers: Sequence[int]
+    options: Sequence[int]
+    letters: Sequence[int]
+
+    def __post_init__(self) -> None:
+        if not self.prompts:
+            raise InputError("there are no questions to train or validate on")
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    @property
+    def lengths(self) -> list[int]:
+        return [len(prompt) for prompt in self.prompts]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Prompts padded on the right, where no position moves; only the columns that some prompt ends in get logits."""
+
+    inputs: dict[str, Tensor]
+    columns_U: Tensor
+    place_B: Tensor
+    """Which of those columns is the prompt's last."""
+    last_B: Tensor
+    answers_B: Tensor
+    beyond_BC: Tensor
+    """Letters that are no option of this question."""
+    letters_C: Tensor
+
+
+def encode_questions(tokenizer: object, questions: Sequence[Question], max_length: int, letters: int = 0) -> Examples:
+    """Tokenise once. `letters` asks for more letters than these questions have options, so that splits agree."""
+    options = [len(question.choices) for question in questions]
+    return Examples(
+        prompts=encode(tokenizer, questions, max_length),  # type: ignore[arg-type]
+        answers=[question.answer for question in questions],
+        options=options,
+        letters=letter_ids(tokenizer, max([letters, *options])),  # type: ignore[arg-type]
+    )
+
+
+def held_out_share(stage2_data: str) -> float:
+    """0 for "train", s for "held-out:s"; 0 too for "split:name", a split of its own that stage 1 never trains on."""
+    if stage2_data == "train" or stage2_data.startswith("split:"):
+        return 0.0
+    name, _, share = stage2_data.partition(":")
+    try:
+        value = float(share or "0.2")
+    except ValueError:
+        value = -1.0
+    if name != "held-out" or not 0 < value < 1:
+        raise InputError(
+            f"stage2_data={stage2_data!r}: write train, split:NAME, or held-out:0.2 with a share between 0 and 1"
+        )
+    return value
+
+
+def hold_out(questions: Sequence[Question], share: float, seed: int) -> tuple[list[Question], list[Question]]:
+    """What stage 1 trains on and what it never sees; by the questions' wording, so that twins stay on one side."""
+    known = round((1 - share) * len(questions))
+    if not 0 < known < len(questions):
+        raise InputError(f"a held-out share of {share} leaves nothing on one side of {len(questions)} questions")
+    everything = list(questions)
+    return take(Part("train", 0, known), everything, seed), take(Part("train", known), everything, seed)
+
+
+def epoch_batches(lengths: Sequence[int], batch_size: int, seed: int, epoch: int) -> list[list[int]]:
+    """The epoch's batches of row numbers, each full: what is missing in the last is taken from the epoch's beginning."""
+    generator = torch.Generator().manual_seed((seed + 1) * 1_000_003 + epoch)
+    order = torch.randperm(len(lengths), generator=generator).tolist()
+    short = -len(order) % batch_size
+    order += [order[i % len(lengths)] for i in range(short)]
+    batches = []
+    for start in range(0, len(order), POOL * batch_size):
+        pool = sorted(order[start : start + POOL * batch_size], key=lambda row: lengths[row])
+        batches += [pool[i : i + batch_size] for i in range(0, len(pool), batch_size)]
+    return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
+
+
+def collate(examples: Examples, rows: Sequence[int], device: torch.device) -> Batch:
+    """One batch on the device. The mask is always given, also where no row is padded."""
+    prompts = [examples.prompts[row] for row in rows]
+    width = max(map(len, prompts))
+    last = [len(prompt) - 1 for prompt in prompts]
+    columns = sorted(set(last))
+    options_B = torch.tensor([examples.options[row] for row in rows])
+
+    def put(tensor: Tensor) -> Tensor:
+        return tensor.to(device, non_blocking=True)
+
+    return Batch(
+        inputs={
+            "input_ids": put(torch.tensor([[*p, *[p[-1]] * (width - len(p))] for p in prompts])),
+            "attention_mask": put(torch.tensor([[1] * len(p) + [0] * (width - len(p)) for p in prompts])),
+        },
+        columns_U=put(torch.tensor(columns)),
+        place_B=put(torch.tensor([columns.index(column) for column in last])),
+        last_B=put(torch.tensor(last)),
+        answers_B=put(torch.tensor([examples.answers[row] for row in rows])),
+        beyond_BC=put(torch.arange(len(examples.letters)) >= options_B.unsqueeze(1)),
+        letters_C=put(torch.tensor(examples.letters)),
+    )

@@ -1,0 +1,54 @@
+"""Where LoRA goes: the query, key and value projections and the experts (paper, appendix D.2), found in the model itself."""
+
+import re
+from typing import Any
+
+from torch import nn
+
+from vmoer import gates
+from vmoer.errors import InputError
+
+_ATTENTION = re.compile(r"^(q|k|v|qkv|kv|query|key|value|query_key_value|Wqkv)(_(a_|b_)?proj(_with_mqa)?)?$")
+
+
+def lora_targets(model: nn.Module) -> tuple[list[str], list[str]]:
+    """The names PEFT takes: modules by suffix, and parameters by suffix for experts that are stacked in one tensor."""
+    found = gates.find(model)
+    if not found:
+        raise InputError(f"{type(model).__name__} has no MoE router")
+    prefix = found[0].path.split(".layers.")[0]
+    modules = {
+        path.rpartition(".")[2]
+        for path, module in model.named_modules()
+        if path.startswith(prefix) and isinstance(module, nn.Linear) and _ATTENTION.match(path.rpartition(".")[2])
+    }
+    parameters: set[str] = set()
+    for f in found:
+        for name, p in f.block.named_parameters():
+            if p.dim() == 3 and "shared" not in name and not name.startswith(f"{f.path.rpartition('.')[2]}."):
+                parameters.add(name)
+        for path, module in f.block.named_modules():
+            if isinstance(module, nn.Linear) and re.search(r"(^|\.)experts\.\d+\.", path):
+                modules.add(path.rpartition(".")[2])
+    if not modules:
+        raise InputError(f"{type(model).__name__}: no query, key or value projection was found for LoRA")
+    return sorted(modules), sorted(parameters)
+
+
+def add_lora(model: Any, *, rank: int = 16, alpha: int | None = None, seed: int = 0) -> Any:
+    """Wrap the model; adapters start at zero and are float32 whatever the model's dtype."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    modules, parameters = lora_targets(model)
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=2 * rank if alpha is None else alpha,
+        lora_dropout=0.0,
+        target_modules=modules,
+        target_parameters=parameters or None,
+        task_type="CAUSAL_LM",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return get_peft_model(model, config)

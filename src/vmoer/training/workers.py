@@ -1,0 +1,112 @@
+"""The processes that train together: `accelerate launch` or torchrun starts them, accelerate says who is who.
+
+Every process holds a share of each step's rows. The losses are shares of the one loss over the whole batch, so gradients are
+*summed*: with whole copies of the model by one all-reduce of what is trained (routers or LoRA: little), with FSDP2 by its own
+reduction, which averages, so that the loss is multiplied by the number of processes.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from vmoer import gates
+from vmoer.errors import InputError
+
+
+@dataclass(frozen=True)
+class Workers:
+    rank: int = 0
+    size: int = 1
+    device: torch.device = torch.device("cpu")
+    sharded: bool = False
+    """FSDP2: parameters are spread over the processes."""
+
+    @classmethod
+    def launched(cls) -> "Workers":
+        """Those that accelerate launched; one process without it. `accelerate launch --use_fsdp --fsdp_version 2` shards."""
+        from accelerate import PartialState
+
+        state = PartialState(
+            cpu=not torch.accelerator.is_available()
+        )  # else several CPU processes each take themselves for one
+        fsdp = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("true", "1")
+        if fsdp and os.environ.get("FSDP_VERSION", "2") != "2":
+            raise InputError("FSDP1 flattens parameters and cannot train routers alone: launch with --fsdp_version 2")
+        return cls(state.process_index, state.num_processes, state.device, fsdp and state.num_processes > 1)
+
+    @property
+    def main(self) -> bool:
+        return self.rank == 0
+
+    def share(self, rows: Sequence[int], micro: int | None) -> list[tuple[int, Sequence[int]]]:
+        """This process's rows of a global batch in pieces of `micro` rows, each with its place in that batch."""
+        own, left = divmod(len(rows), self.size)
+        micro = micro or own
+        if left or own % micro:
+            raise InputError(f"a batch of {len(rows)} does not divide into {self.size} process(es) x {micro} rows")
+        first = self.rank * own
+        return [(start, rows[start : start + micro]) for start in range(first, first + own, micro)]
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        if self.size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def wait(self) -> None:
+        if self.size > 1:
+            dist.barrier()
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        """Shard the model where sharding is asked for: layer by layer, then the rest. Routers are attached by now."""
+        if not self.sharded:
+            return model
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh(self.device.type, (self.size,))
+        decoder: Any = gates.find(model)[0].decoder
+        for layer in decoder.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        return model
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """The loss to call backward on: FSDP2 will divide its gradient by the number of processes."""
+        return loss * self.size if self.sharded else loss
+
+    def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        if self.size == 1 or self.sharded:
+            return
+        for p in parameters:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        flat = torch.cat([p.grad.reshape(-1) for p in parameters])  # type: ignore[union-attr]
+        dist.all_reduce(flat)
+        for p, piece in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+            p.grad = piece.view_as(p)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This process's part of a sharded tensor; the tensor itself where it is whole."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A copy of the whole tensor on the CPU; collective where it is sharded."""
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).to("cpu", copy=True).contiguous()
+
+
+@torch.no_grad()
+def assign(target: Tensor, value: Tensor) -> None:
+    """Write a whole tensor into one that may be sharded."""
+    value = value.to(device=local(target).device, dtype=target.dtype)
+    if hasattr(target, "device_mesh"):
+        from torch.distributed.tensor import distribute_tensor
+
+        value = distribute_tensor(value, target.device_mesh, target.placements)  # type: ignore[attr-defined]
+    target.detach().copy_(value)

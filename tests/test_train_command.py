@@ -1,0 +1,198 @@
+"""`vmoer.train.train`: the whole command on a model folder and a data folder."""
+
+import hashlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from train_workers import job, world
+
+import vmoer
+from vmoer import metrics, tasks
+from vmoer.attach import attached, routers_of
+from vmoer.errors import InputError
+from vmoer.models import open_model
+from vmoer.train import PAPER, Plan, Running, Workers, encode_questions, train
+from vmoer.training import presets
+from vmoer.training.data import hold_out
+from vmoer.training.objective import evaluate
+from vmoer.training.stages import validation_nll
+
+PLANS = {"stage1_plan": {"epochs": 2, "lr": 1e-3}, "stage2_plan": {"epochs": 3, "lr": 1e-3}}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    return world.save(tmp_path_factory.mktemp("world"))
+
+
+def go(place: tuple[str, str], out: Path, method: Any = "vglr-fc", **more: Any) -> dict[str, Any]:
+    plans = {name: Plan(**plan) for name, plan in PLANS.items()}
+    settings = {"running": Running(checkpoint_every=3, log_every=2), "rank": 2, **plans} | more
+    return train(place[0], "sciq", method, out=out, data_root=place[1], **settings)
+
+
+@pytest.fixture(scope="module")
+def run(place: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("run")
+    go(place, out)
+    return out
+
+
+def valid(place: tuple[str, str], tokenizer: Any) -> Any:
+    return encode_questions(tokenizer, tasks.load("sciq", "validation", data_root=place[1]), 128)
+
+
+def weights(folder: Path) -> dict[str, str]:
+    """Of all but `adapter_config.json`, where PEFT writes a set in the order of its hashes."""
+    files = [*folder.rglob("*.safetensors"), *folder.rglob("telemetry.jsonl"), *folder.rglob("r*.json")]
+    return {str(f.relative_to(folder)): hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
+
+
+def test_a_run_folder_opens_and_is_what_validation_chose(run: Path, place: tuple[str, str]) -> None:
+    """Oracle: the validation NLL of the opened folder, computed anew, is the best of the history in run.json."""
+    said = json.loads((run / "run.json").read_text())
+    assert {"model", "task", "method", "preset", "stage1", "stage2", "seed", "vmoer"} <= said.keys()
+    opened = open_model(run, device="cpu")
+    assert attached(opened.model).config.key == said["method"] == "vglr-fc"
+    examples = valid(place, opened.tokenizer)
+    assert validation_nll(opened.model, examples, Workers()) == pytest.approx(
+        said["stage2"]["best_validation_nll"], abs=1e-5
+    )
+    assert all(router.fitted for router in routers_of(opened.model).values())
+    for state, index in (("map", -1), ("map-early", said["stage1"]["best_epoch"])):
+        mapped = open_model(run / state, device="cpu")
+        expected = said["stage1"]["history"][index]["validation_nll"]
+        assert validation_nll(mapped.model, examples, Workers()) == pytest.approx(expected, abs=1e-5)
+    assert not list(run.glob("stage*.safetensors"))
+
+
+def test_stage_2_learns_from_questions_that_stage_1_never_saw(place: tuple[str, str]) -> None:
+    """Oracle: set arithmetic on ids."""
+    questions = tasks.load("sciq", "train", data_root=place[1])
+    known, unseen = hold_out(questions, 0.2, 0)
+    assert {q.id for q in known} | {q.id for q in unseen} == {q.id for q in questions}
+    assert not {q.id for q in known} & {q.id for q in unseen}
+    assert not {q.question for q in known} & {q.question for q in unseen}
+    assert len(unseen) == pytest.approx(0.2 * len(questions), abs=3)
+
+
+@pytest.mark.slow
+def test_killed_in_either_stage_the_same_command_gives_the_same_bytes(place: tuple[str, str], tmp_path: Path) -> None:
+    """Oracle: every file of the run that was never killed. Signal 9 hits stage 1 and, in a second attempt, stage 2."""
+    config = {"layers": [0, 1], "beta": 0.001}
+    method = vmoer.FullCovariance(**config)
+    arguments = {
+        "model": place[0],
+        "task": "sciq",
+        "data_root": place[1],
+        "rank": 2,
+        "method": "vglr-fc",
+        "settings": config,
+    }
+    # stage 1 has ten steps: the first attempt dies in its seventh, the second goes on after its sixth and dies in stage 2
+    for _ in range(2):
+        arguments |= {"out": str(tmp_path / "killed"), "die_at": 7, **PLANS}
+        killed = subprocess.run([sys.executable, job.__file__, json.dumps(arguments)], capture_output=True, text=True)
+        assert killed.returncode == -9, killed.stderr
+    assert (tmp_path / "killed" / "map-early" / "run.json").exists()
+    assert not (tmp_path / "killed" / "run.json").exists()
+    go(place, tmp_path / "killed", method)
+    go(place, tmp_path / "whole", method)
+    assert weights(tmp_path / "killed") == weights(tmp_path / "whole")
+
+
+def test_a_finished_run_is_returned_and_other_settings_are_refused(
+    run: Path, place: tuple[str, str], tmp_path: Path
+) -> None:
+    assert go(place, run) == json.loads((run / "run.json").read_text())
+    with pytest.raises(InputError, match="was begun with stage2="):
+        go(place, run, objective="predictive")
+    (tmp_path / "map-early").mkdir()
+    (tmp_path / "map").symlink_to(run / "map")
+    (tmp_path / "map-early" / "run.json").symlink_to(run / "map-early" / "run.json")
+    with pytest.raises(InputError, match="was begun with rank=2"):
+        go(place, tmp_path, rank=4)
+    with pytest.raises(InputError, match="is a run folder"):
+        go((str(run), place[1]), run / "x")
+
+
+def test_methods_share_a_stage_1(run: Path, place: tuple[str, str], tmp_path: Path) -> None:
+    """Oracle: the adapter's bytes; and a stage 1 on other data is refused."""
+    said = go(place, tmp_path / "b", "vtsr", from_map=run, objective="predictive", passes=2)
+    adapter = "adapter_model.safetensors"
+    assert (tmp_path / "b" / adapter).read_bytes() == (run / "map" / adapter).read_bytes()
+    assert said["stage2"]["passes"] == 2
+    with pytest.raises(InputError, match="held_out"):
+        go(place, tmp_path / "c", "vtsr", from_map=run, stage2_data="train")
+    with pytest.raises(InputError, match="no finished stage 1"):
+        go(place, tmp_path / "c", "vtsr", from_map=tmp_path / "nothing")
+
+
+def test_temp_scale_takes_the_temperature_that_validates_best(
+    run: Path, place: tuple[str, str], tmp_path: Path
+) -> None:
+    """Oracle: every temperature of the grid, evaluated by hand on the MAP model."""
+    said = go(place, tmp_path / "t", "temp-scale", from_map=run)
+    found = {}
+    for temperature in presets.GRIDS["temperature"]:
+        opened = open_model(run / "map", device="cpu")
+        vmoer.attach(vmoer.detach(opened.model), vmoer.Temperature(temperature=temperature))
+        examples = valid(place, opened.tokenizer)
+        found[temperature] = metrics.nll(evaluate(opened.model, examples, Workers()).numpy(), examples.answers)
+    assert said["config"]["temperature"] == min(found, key=lambda t: found[t])
+    assert list(said["stage2"]["tried"].values()) == pytest.approx(list(found.values()), abs=1e-5)
+
+
+def test_search_chooses_beta_and_keeps_its_routers(
+    run: Path, place: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the values tried, in run.json, and the validation NLL of the opened folder."""
+    monkeypatch.setitem(presets.GRIDS, "beta", (0.001, 10.0))
+    said = go(place, tmp_path / "s", "vglr-mf", from_map=run, search=True)
+    best = min(said["stage2"]["tried"], key=said["stage2"]["tried"].get)
+    assert f"beta={said['config']['beta']}" == best
+    opened = open_model(tmp_path / "s", device="cpu")
+    nll = validation_nll(opened.model, valid(place, opened.tokenizer), Workers())
+    assert nll == pytest.approx(said["stage2"]["tried"][best], abs=1e-5)
+    with pytest.raises(InputError, match="no beta or temperature"):
+        go(place, tmp_path / "m", "mcdr", from_map=run, search=True)
+
+
+@pytest.mark.filterwarnings("ignore:.*snapshots fit")
+@pytest.mark.parametrize("method", ["map", "laplace", "swag", "mcdr"])
+def test_every_method_leaves_a_folder_that_opens(
+    method: str, run: Path, place: tuple[str, str], tmp_path: Path
+) -> None:
+    said = go(place, tmp_path, method, from_map=run, map_state="map-early")
+    opened = open_model(tmp_path, device="cpu")
+    assert torch.isfinite(evaluate(opened.model, valid(place, opened.tokenizer), Workers())).all()
+    assert said["method"] == method
+
+
+def test_the_papers_protocol_runs_as_printed(place: tuple[str, str], tmp_path: Path) -> None:
+    """On this small world: fresh noise at inference, stage 2 on the training set, susceptible layers measured."""
+    with pytest.warns(UserWarning, match="the paper takes"):
+        said = go(place, tmp_path, "vglr-fc", preset=PAPER, layers="susceptible:1", stage2_plan=Plan(epochs=1))
+    assert said["preset"] == "paper"
+    assert said["config"]["sampling"] == "mc"
+    assert len(said["config"]["layers"]) == 1
+    assert said["stage1"]["held_out"] == 0
+
+
+def test_bad_input_is_one_line(place: tuple[str, str], tmp_path: Path) -> None:
+    cases: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"stage2_data": "held-out:2"}, "write train, split:NAME, or held-out:0.2"),
+        ({"preset": "papre"}, "choose one of paper, default"),
+        ({"method": "vglr"}, "unknown method"),
+        ({"layers": "7"}, "7"),
+        ({"stage1_plan": Plan(epochs=1, batch_size=9, micro_batch=2)}, "does not divide"),
+    )
+    for number, (changes, message) in enumerate(cases):
+        method = changes.pop("method", "vglr-fc")
+        with pytest.raises(InputError, match=message):
+            go(place, tmp_path / str(number), method, **{"stage1_plan": Plan(epochs=0), **changes})

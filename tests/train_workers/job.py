@@ -1,0 +1,165 @@
+"""Training runs in processes of their own: `python job.py '{...}'`, started by the tests.
+
+`{"parallel": FOLDER}` runs stage 2 in two gloo processes on whole copies and sharded (FSDP2), and VMoERTrainer under DDP, each
+into a folder of its own; anything else are the arguments of `vmoer.train.train`.
+"""
+
+import json
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+import torch.distributed as dist
+
+import vmoer
+from train_workers import world
+from vmoer import store
+from vmoer.attach import routers_of
+from vmoer.train import Plan, Running, Workers, stage2, train
+from vmoer.training.lora import add_lora
+
+ROWS = 128
+
+
+def config(key: str = "vglr-fc") -> Any:
+    return vmoer.methods()[key](layers=[1, 2], beta=0.1)
+
+
+def loop(rank: int, size: int, folder: str, sharded: bool = False, micro: int | None = None) -> None:
+    """30 steps of stage 2; telemetry and routers are left in the folder."""
+    model = world.model()
+    workers = Workers(rank, size, torch.device("cpu"), sharded)
+    plan = Plan(epochs=4, lr=5e-3, micro_batch=micro)  # 4 x 8 steps
+    outcome = stage2(
+        model,
+        world.examples(ROWS, 1),
+        world.examples(24, 2),
+        config(),
+        plan,
+        folder=folder,
+        running=Running(workers=workers, log_every=5),
+    )
+    if rank == 0:
+        torch.save(outcome.last, Path(folder) / "routers.pt")
+
+
+def start(lora: bool = False) -> Any:
+    """A model whose routers are far from their prior, so that the KL is a good part of the loss."""
+    model = world.model()
+    if lora:
+        model = add_lora(model, rank=2)
+    model = vmoer.attach(model, config(), freeze=not lora)
+    generator = torch.Generator().manual_seed(5)
+    for router in routers_of(model).values():
+        with torch.no_grad():
+            router.heads.weight.copy_(torch.randn(router.heads.weight.shape, generator=generator) * 0.3)
+    return model
+
+
+def trainer(
+    rank: int,
+    size: int,
+    folder: str,
+    batch: int,
+    accumulate: int,
+    resume: bool = False,
+    stop: int = 8,
+    lora: bool = False,
+) -> Any:
+    """Eight steps of VMoERTrainer on 16 rows each; the losses go to the folder."""
+    import transformers as tf
+
+    from vmoer.trainer import VMoERTrainer
+
+    model = start(lora)
+    examples = world.examples(ROWS, 1)
+    pairs = zip(examples.prompts, examples.answers, strict=True)
+    data = [{"input_ids": p, "labels": [-100] * (len(p) - 1) + [3 + a]} for p, a in pairs]
+    args = tf.TrainingArguments(
+        folder,
+        per_device_train_batch_size=batch,
+        gradient_accumulation_steps=accumulate,
+        max_steps=8,
+        learning_rate=1e-3,
+        lr_scheduler_type="constant",
+        logging_steps=1,
+        save_steps=4,
+        report_to=[],
+        use_cpu=True,
+        seed=0,
+        disable_tqdm=True,
+        ddp_find_unused_parameters=False,
+        max_grad_norm=0.0,
+    )
+
+    class Stop(tf.TrainerCallback):  # as a kill would: the plan stays eight steps
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_training_stop = state.global_step >= stop
+
+    def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        width = max(len(r["input_ids"]) for r in rows) + 1
+
+        def pad(key: str, value: int) -> torch.Tensor:
+            return torch.tensor([[*r[key], *[value] * (width - len(r[key]))] for r in rows])
+
+        mask = torch.tensor([[1] * len(r["input_ids"]) + [0] * (width - len(r["input_ids"])) for r in rows])
+        # the label of a causal loss stands one place later
+        labels = pad("labels", -100).roll(1, 1)
+        return {"input_ids": pad("input_ids", 0), "attention_mask": mask, "labels": labels}
+
+    run = VMoERTrainer(model=model, args=args, train_dataset=data, data_collator=collate, callbacks=[Stop()])
+    run.train(resume_from_checkpoint=resume)
+    if rank == 0:
+        torch.save(store.router_tensors(model), Path(folder) / "routers.pt")
+        losses = [row["loss"] for row in run.state.log_history if "loss" in row]
+        (Path(folder) / "losses.json").write_text(json.dumps(losses))
+    return run
+
+
+def parallel(rank: int, size: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    dist.init_process_group("gloo", init_method=f"file://{folder}/init", rank=rank, world_size=size)
+    loop(rank, size, f"{folder}/whole")
+    loop(rank, size, f"{folder}/whole-accumulated", micro=4)
+    loop(rank, size, f"{folder}/sharded", sharded=True)
+    trainer(rank, size, f"{folder}/trainer", batch=4, accumulate=2)
+    dist.destroy_process_group()
+
+
+def run_train(job: dict[str, Any]) -> None:
+    """The whole command; `die_at` kills the process with signal 9 once so many optimiser steps were made in it."""
+    import signal
+
+    from vmoer.training import loop as module
+
+    die_at, made = job.pop("die_at"), 0
+    real = module._step
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        nonlocal made
+        made += 1
+        if made == die_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*args, **kwargs)
+
+    module._step = step
+    method = vmoer.methods()[job.pop("method")](**job.pop("settings"))
+    plans = {name: Plan(**job.pop(name)) for name in ("stage1_plan", "stage2_plan")}
+    warnings.simplefilter("ignore")
+    train(method=method, running=Running(checkpoint_every=3, log_every=2), **plans, **job)
+
+
+if __name__ == "__main__":
+    job = json.loads(sys.argv[1])
+    torch.set_num_threads(1)
+    if "parallel" in job:
+        torch.multiprocessing.spawn(parallel, (2, job["parallel"]), nprocs=2)
+    else:
+        run_train(job)
