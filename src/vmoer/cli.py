@@ -91,13 +91,10 @@ def _skeleton(name: str) -> Any:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from vmoer.models import read_run
+    from vmoer.models import embedded, read_run
 
     path = str(read_run(Path(name))["model"]) if (Path(name) / "run.json").exists() else name
-    if path in ("demo", "demo-base"):
-        from vmoer.demo import model_path
-
-        path = str(model_path("map" if path == "demo" else "base"))
+    path = embedded(path) or path
     try:
         config = AutoConfig.from_pretrained(path)
         with torch.device("meta"):
@@ -252,6 +249,206 @@ def report(
     else:
         _print_tables(tables(rows))
         print(page)
+
+
+# -- sensitivity, train, study, demo -----------------------------------------------------------------------------------
+
+
+@app.command()
+def sensitivity(
+    model: Annotated[str, typer.Argument(help="A hub id, a local folder, a run folder, or demo.")],
+    task: Annotated[str, typer.Option(help="A built-in task, or the path of a JSONL file.")],
+    out: Annotated[Path | None, typer.Option(help="Where the rows, the ranking and two figures go.")] = None,
+    questions: Annotated[int, typer.Option(help="How many test prompts to measure on.")] = 200,
+    data_root: DataRoot = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    seed: int = 0,
+    as_json: Json = False,
+) -> None:
+    """How brittle each layer's routing is under noise on its input, and the ranking that layer choice goes by."""
+    from vmoer.commands import sensitivity as command
+
+    _quiet()
+    _check_device(device, dtype)
+    asked: dict[str, Any] = {
+        "questions": questions,
+        "data_root": data_root,
+        "device": device,
+        "dtype": dtype,
+        "seed": seed,
+    }
+    result, rows = command.sensitivity(model, task, **asked)
+    if out is not None:
+        command.write(out, result, rows)
+    if as_json:
+        print(json.dumps(rows, indent=2))
+        return
+    header = ("layer", *(f"{gamma:g}" for gamma in result.gammas))
+    lines = [
+        (layer, *(f"{value:.3f}" for value in means))
+        for layer, means in zip(result.layers, result.mean_LG, strict=True)
+    ]
+    _table(f"{model}: Jaccard of expert sets by noise level gamma", header, lines)
+    print("most brittle first at gamma 0.01: " + ", ".join(str(int(layer)) for layer in result.ranking()))
+
+
+@app.command()
+def train(
+    model: Annotated[str, typer.Argument(help="A hub id, a local folder, or demo.")],
+    task: Annotated[str, typer.Option(help="A built-in task, or the path of a JSONL file.")],
+    out: Annotated[Path, typer.Option(help="The run folder.")],
+    method: Annotated[
+        str, typer.Option(help="map, temp-scale, mcdr, swag, vglr-mf, vglr-fc, vglr-lr, vtsr or laplace.")
+    ] = "vglr-fc",
+    layers: Annotated[
+        str | None, typer.Option(help="all, susceptible:10, first:4, middle:4, last:4, or 0,3,5.")
+    ] = None,
+    preset: Annotated[str, typer.Option(help="default, or paper: the protocol exactly as printed.")] = "default",
+    beta: Annotated[float | None, typer.Option(help="Weight of the KL, in place of the preset's.")] = None,
+    objective: Annotated[str, typer.Option(help="elbo, or predictive: log of the passes' mean likelihood.")] = "elbo",
+    passes: Annotated[int, typer.Option(help="Passes of the predictive objective.")] = 4,
+    stage2_data: Annotated[str | None, typer.Option(help="train, held-out:0.2, or split:NAME.")] = None,
+    noisy_stage1: Annotated[
+        bool, typer.Option("--noisy-stage1", help="The router's noise in stage 1 already.")
+    ] = False,
+    search: Annotated[bool, typer.Option("--search", help="Choose beta on validation.")] = False,
+    from_map: Annotated[Path | None, typer.Option(help="Take stage 1 from this run.")] = None,
+    rank: Annotated[int, typer.Option(help="Rank of the LoRA adapter of stage 1.")] = 16,
+    stage1_epochs: int = 3,
+    stage1_lr: float = 1e-4,
+    stage2_epochs: int | None = None,
+    stage2_lr: float | None = None,
+    batch_size: Annotated[int, typer.Option(help="Questions a step, over all processes.")] = 16,
+    micro_batch: Annotated[int | None, typer.Option(help="Questions a pass; the rest is accumulated.")] = None,
+    skip_nonfinite: Annotated[
+        bool, typer.Option("--skip-nonfinite", help="Pass over such steps and count them.")
+    ] = False,
+    seed: int = 0,
+    data_root: DataRoot = None,
+    limit: Annotated[int | None, typer.Option(help="At most this many training questions.")] = None,
+    dtype: Dtype = None,
+    as_json: Json = False,
+) -> None:
+    """Stage 1 (LoRA MAP) and stage 2 (variational routers); killed and started again it goes on where it was."""
+    import dataclasses
+
+    from vmoer.train import Plan, Running, Workers
+    from vmoer.train import train as run_train
+    from vmoer.training.presets import preset_named
+
+    _quiet()
+    chosen = preset_named(preset)
+    shape: dict[str, Any] = {"batch_size": batch_size, "micro_batch": micro_batch}
+    given: dict[str, Any] = {"epochs": stage2_epochs, "lr": stage2_lr}
+    found = run_train(
+        model,
+        task,
+        method if beta is None else chosen.config(method, beta=beta),
+        out=out,
+        preset=chosen,
+        layers=layers or chosen.layers,
+        stage1_plan=Plan(epochs=stage1_epochs, lr=stage1_lr, **shape),
+        stage2_plan=dataclasses.replace(chosen.stage2, **shape, **{k: v for k, v in given.items() if v is not None}),
+        rank=rank,
+        objective=cast(Any, objective),
+        passes=passes,
+        stage2_data=stage2_data,
+        noisy_stage1=noisy_stage1,
+        search=search,
+        from_map=from_map,
+        data_root=data_root,
+        limit=limit,
+        seed=seed,
+        dtype=dtype,
+        running=Running(workers=Workers.launched(), tensorboard=True, progress=True, skip_nonfinite=skip_nonfinite),
+    )
+    print(
+        json.dumps(found, indent=2)
+        if as_json
+        else f"{out}: {found['method']} on {found['task']}; next: vmoer eval {out} --task {task}"
+    )
+
+
+@app.command()
+def study(
+    name: Annotated[str, typer.Argument(help="calibration, ood, stability, efficiency, brittleness, ..., or all.")],
+    model: Annotated[str, typer.Option(help="A hub id, a local folder, or demo.")],
+    task: Annotated[str, typer.Option(help="The source task.")],
+    out: Annotated[Path, typer.Option(help="Where cells, runs, predictions and tables go.")],
+    ood: Annotated[str, typer.Option(help="Shifted tasks, separated by commas, the farthest last.")] = "",
+    methods: Annotated[str, typer.Option(help="Labels, separated by commas, such as map,vglr-fc,vglr-fc@paper.")] = "",
+    seeds: Annotated[str, typer.Option(help="Separated by commas.")] = "0",
+    averaging: Annotated[str, typer.Option(help="router, answer, full, separated by commas.")] = "router",
+    passes: int = 8,
+    search: Annotated[bool, typer.Option("--search", help="Choose beta on validation.")] = False,
+    transfer_from: Annotated[Path | None, typer.Option(help="Take what was searched from this study.")] = None,
+    limit: Annotated[int | None, typer.Option(help="At most this many questions of each split.")] = None,
+    data_root: DataRoot = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the grid and stop.")] = False,
+) -> None:
+    """One of the paper's experiments over methods and seeds. Finished cells are never computed again."""
+    from vmoer.commands import study as command
+    from vmoer.studies import Study, run_study
+
+    _quiet()
+    _check_device(device, dtype)
+    settings: dict[str, Any] = {"passes": passes, "search": search, "transfer_from": transfer_from, "limit": limit}
+    settings |= {"data_root": None if data_root is None else str(data_root), "device": device, "dtype": dtype}
+    settings |= command.EMBEDDED if model == "demo" else {}
+    asked = Study(
+        model=model,
+        task=task,
+        out=out,
+        ood=_listed(ood),
+        methods=_listed(methods) or command.FULL,
+        seeds=_numbers(seeds),
+        averaging=_listed(averaging),
+        **settings,
+    )
+    if dry_run:
+        cells = command.dry_run(name, asked)
+        _table(
+            f"{name}: {len(cells)} cells", ("study", "cell", "done"), [(s, c, "yes" if d else "") for s, c, d in cells]
+        )
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    failed = run_study(name, asked).failed
+    print(f"{out / 'metrics.json'}; tables and figures: vmoer report {out}")
+    if failed:
+        raise RunError(f"{len(failed)} cells failed, the first: {failed[0][0].name}: {failed[0][1]}")
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Where everything goes.")] = Path("out/demo"),
+    full: Annotated[bool, typer.Option("--full", help="All methods and studies, three seeds.")] = False,
+) -> None:
+    """The whole story on a small embedded MoE, without network or GPU, in a few minutes."""
+    from vmoer.commands import study as command
+    from vmoer.report import read
+    from vmoer.report.page import headlines
+    from vmoer.report.studies import BUILDERS
+
+    _quiet()
+    page = command.demo(out, full)
+    print()
+    for sentence in headlines([row for row in read(out) if row.get("study") not in BUILDERS]):
+        print(f"- {sentence}")
+    print(f"\n{page}")
+
+
+def _listed(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in _listed(text))
+    except ValueError:
+        raise InputError(f"seeds={text!r}: whole numbers separated by commas") from None
 
 
 # -- shared by all commands --------------------------------------------------------------------------------------------

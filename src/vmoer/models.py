@@ -56,14 +56,23 @@ def read_run(folder: Path) -> dict[str, Any]:
     return run
 
 
+DEMO = {"demo": "map", "demo-base": "base", "demo-map-early": "map-early"}
+"""Names of the embedded model's stages."""
+
+
+def embedded(name: str) -> str | None:
+    """The folder of the embedded model, where the name is one of its stages."""
+    if name not in DEMO:
+        return None
+    from vmoer.demo import model_path
+
+    return str(model_path(DEMO[name]))
+
+
 def _base(name: str, dtype: torch.dtype | str) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    path = name
-    if name in ("demo", "demo-base"):
-        from vmoer.demo import model_path
-
-        path = str(model_path("map" if name == "demo" else "base"))
+    path = embedded(name) or name
     try:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
         return model, AutoTokenizer.from_pretrained(path)

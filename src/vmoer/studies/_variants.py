@@ -88,10 +88,12 @@ def prepare(study: Study, label: str, seed: int, *, layers: str | None = None, *
     # the paper's protocol trains stage 1 on everything, ours holds a share back
     source = study.out / "runs" / f"map{'@paper' if preset == 'paper' else ''}-s{seed}"
     embedded = study.stage1.epochs == 0
-    if not (embedded and key == "map"):
+    if not (embedded and key in STATES):
         _train(study, "map", preset=preset, out=source, seed=seed)
     if key in STATES:
-        name: str | Path = study.model if embedded and key == "map" else source / key
+        name: str | Path = source / key
+        if embedded:
+            name = study.model if key == "map" else f"{study.model}-{key}"
         opened = open_model(name, device=study.device, dtype=study.dtype)
         if attachment_of(opened.model) is None:
             attach(opened.model, Deterministic())

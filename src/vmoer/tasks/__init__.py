@@ -6,6 +6,7 @@ A new data set is one file that ends in a `TASK`, and one line here.
 from __future__ import annotations
 
 import difflib
+import importlib
 import os
 import warnings
 from collections.abc import Iterable, Iterator
@@ -55,6 +56,8 @@ def load(
     `paper_splits` takes a seeded subsample of the size the paper prints for this split (all rows where it prints none,
     and with a warning where there are fewer); `limit` takes a seeded subsample of at most that many.
     """
+    if str(task).startswith("demo") and not _is_path(task):
+        importlib.import_module("vmoer.demo")  # registers its tasks, which need the embedded world
     if limit is not None and limit < 1:
         raise InputError(f"limit must be at least 1, not {limit}")
     if str(task) in _REGISTRY:
