@@ -4,10 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint types docs clean
+.PHONY: demo test clean
 
 demo: $(STAMP)
-	$(BIN)/python examples/quickstart.py
+	OMP_NUM_THREADS=1 $(BIN)/vmoer demo --out out/demo
 
 test: $(STAMP)
 	$(BIN)/ruff check .

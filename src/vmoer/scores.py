@@ -70,6 +70,14 @@ class Predictions(NamedTuple):
     source_task: str
     ood_tasks: tuple[str, ...]
     cells: dict[Key, Cell]
+    split: str = "test"
+    """Which split of the source task is scored; of the shifted tasks it is test."""
+
+    def split_of(self, task: str) -> str:
+        return self.split if task == self.source_task else "test"
+
+    def scores(self, key: Key) -> bool:
+        return key.split == self.split_of(key.task)
 
 
 def files(directory: Path) -> list[Path]:
@@ -163,7 +171,7 @@ def load(directory: Path) -> list[Predictions]:
             source = meta["source_task"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise InputError(f"{meta_path}: must be a JSON object with source_task beside {path.name}") from error
-        fresh = Predictions(meta.get("study"), meta.get("model"), source, (), {})
+        fresh = Predictions(meta.get("study"), meta.get("model"), source, (), {}, meta.get("split") or "test")
         group = groups.setdefault((fresh.model, source), fresh)
         for key, cell in _cells(path):
             if key in group.cells:
@@ -175,7 +183,7 @@ def load(directory: Path) -> list[Predictions]:
     for group in groups.values():
         for seed, temperature in temperatures(group).items():
             for key, cell in list(group.cells.items()):
-                if (key.split, key.method, key.seed) == ("test", "map", seed):
+                if (key.method, key.seed) == ("map", seed) and group.scores(key):
                     scaled = m.apply_temperature(cell.log_probs, temperature)
                     signals = {"predictive_entropy": _entropy(scaled)}  # the others are those of map itself
                     group.cells[key._replace(method="map+ts")] = cell._replace(log_probs=scaled, signals=signals)
@@ -368,7 +376,13 @@ class _Scorer:
             shift = 0.0 if mean else value.draws.mean() - value.value
             value, low, high = percentiles(value.value, value.draws - shift, 0.95)
         source = self.group.source_task
-        row = {"study": self.group.study, "model": self.group.model, "task": task, "split": "test", "method": method}
+        row = {
+            "study": self.group.study,
+            "model": self.group.model,
+            "task": task,
+            "split": self.group.split_of(task),
+            "method": method,
+        }
         row |= {"seed": seed, "signal": None, "metric": metric, "value": value, "low": low, "high": high} | more
         self.rows.append(row if task == source else row | {"source": source})
 
@@ -384,7 +398,7 @@ class _Scorer:
         found: dict[str, dict[int, Cell]] = {}
         first: tuple[Key, Cell] | None = None
         for key, cell in sorted(self.group.cells.items()):
-            if (key.task, key.split) == (task, "test"):
+            if key.task == task and self.group.scores(key):
                 first = first or (key, cell)
                 if cell.ids != first[1].ids:
                     raise InputError(f"{_name(key)} and {_name(first[0])} answer different questions")
@@ -471,7 +485,7 @@ class _Scorer:
         source = self.group.source_task
         for seed, temperature in temperatures(self.group).items():
             self.add(source, "map+ts", seed, "temperature", temperature, split="validation")
-        for task in sorted({key.task for key in self.group.cells if key.split == "test"}):
+        for task in sorted({key.task for key in self.group.cells if self.group.scores(key)}):
             self.calibration(task)
             if task != source and task in self.group.ood_tasks:
                 self.detection(task)

@@ -24,7 +24,7 @@ def demo_study(out: Path, full: bool) -> Study:
         methods=FULL if full else QUICK,
         seeds=(0, 1, 2) if full else (0,),
         averaging=("router", "answer", "full") if full else ("router", "full"),
-        stage2=Plan(epochs=6 if full else 3, batch_size=32, lr=2e-3, patience=3),
+        stage2=Plan(epochs=8 if full else 4, batch_size=32, lr=2e-3, patience=4),
         **EMBEDDED,  # type: ignore[arg-type]
     )
 

@@ -53,7 +53,7 @@ def _first_seed(group: Predictions, task: str) -> dict[str, Cell]:
     """The test predictions of each method at its lowest seed, baselines first."""
     found: dict[str, Cell] = {}
     for key, cell in sorted(group.cells.items()):
-        if (key.task, key.split) == (task, "test"):
+        if key.task == task and group.scores(key):
             found.setdefault(key.method, cell)
     return {name: found[name] for name in sorted(found, key=lambda name: (name not in scores.BASELINES, name))}
 

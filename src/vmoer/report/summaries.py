@@ -53,7 +53,7 @@ class Scores:
         self.rows: dict[tuple[str, str, str | None], Row] = {}
         self.seeds: set[int] = set()
         for row in rows:
-            if row["split"] == "test":
+            if row["metric"] != "temperature":
                 key = row["method"], row["metric"], row["signal"]
                 self.seeds |= {row["seed"]} - {None}
                 if key not in self.rows or row["seed"] is None:

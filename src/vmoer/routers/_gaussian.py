@@ -20,8 +20,8 @@ from vmoer.routers._base import Call, Config, Points, Router, Routing, Sampling,
 class GaussianConfig(Config):
     """`beta` weighs the KL, `prior_scale` is the prior's standard deviation s0, `samples` the points averaged at inference.
 
-    `sampling`: "fixed" (one set of scrambled Sobol points for all tokens), "mc" (fresh noise on every call, the paper's), "delta" (second-order
-    expansion, no points), "delta-cv" (the expansion as a control variate for the fixed points).
+    `sampling`: "fixed" (one set of scrambled Sobol points for all tokens), "mc" (fresh noise on every call, the paper's),
+    "delta" (second-order expansion, no points), "delta-cv" (the expansion as a control variate for the fixed points).
     """
 
     beta: float = at_least(0, 0.01)

@@ -146,7 +146,7 @@ def predict_label(
         return
     opened = prepare(study, label, seed)
     if questions is None:
-        questions = [*study.questions(study.task, "validation"), *study.questions(study.task, "test")]
+        questions = [*study.questions(study.task, "test"), *study.questions(study.task, "validation")]
         for shifted in study.ood:
             questions += study.questions(shifted, "test")
     averaging: Any = parse(label)[2]
