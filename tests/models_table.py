@@ -7,10 +7,10 @@ from pathlib import Path
 import transformers
 
 sys.path.insert(0, str(Path(__file__).parent))
-import tiny  # noqa: E402
+import tiny
 
-from vmoer import gates  # noqa: E402
-from vmoer.gates.table import REFUSED, RULES  # noqa: E402
+from vmoer import gates
+from vmoer.gates.table import REFUSED, RULES
 
 
 def _families() -> dict[str, list[str]]:
@@ -27,7 +27,11 @@ def _rule(rule: gates.Rule) -> str:
     parts = ["sparsemixer" if rule.mixer else score]
     parts += ["correction bias"] * (rule.bias is not None) + ["groups"] * (rule.groups is not None)
     normalised = {True: "normalised", False: ""}.get(rule.normalise, "normalised by flag")  # type: ignore[arg-type]
-    parts += [normalised] * bool(normalised) + ["scaled"] * (rule.scale != 1.0) + ["dense scores"] * (rule.returns == "dense")
+    parts += (
+        [normalised] * bool(normalised)
+        + ["scaled"] * (rule.scale != 1.0)
+        + ["dense scores"] * (rule.returns == "dense")
+    )
     return ", ".join(parts)
 
 
@@ -40,8 +44,8 @@ def table() -> str:
         "Written by `python tests/models_table.py > docs/models.md`; `make test` checks that it is current.",
         "",
         "*Whole model*: a tiny random model of the architecture passes `tests/test_contract.py` with every method, in training",
-        "and inference, float32 and bfloat16. *Router*: the scoring rule reproduces the router class's own experts and weights on",
-        "random and on modified logits (`tests/gates/test_gates.py`), and attach checks it again on your model.",
+        "and inference, float32 and bfloat16. *Router*: the scoring rule reproduces the router class's own experts and weights",
+        "on random and on modified logits (`tests/gates/test_gates.py`), and attach checks it again on your model.",
         "",
         "| family | router class | rule | tested as |",
         "|---|---|---|---|",
@@ -50,7 +54,9 @@ def table() -> str:
         tested = "whole model" if name in whole else "router"
         lines.append(f"| {', '.join(families[name])} | `{name}` | {_rule(RULES[name])} | {tested} |")
     lines += ["", "Cannot be attached, and why:", "", "| family | router class | reason |", "|---|---|---|"]
-    lines += [f"| {', '.join(families[n])} | `{n}` | {REFUSED[n]} |" for n in sorted(REFUSED, key=lambda n: families[n][0])]
+    lines += [
+        f"| {', '.join(families[n])} | `{n}` | {REFUSED[n]} |" for n in sorted(REFUSED, key=lambda n: families[n][0])
+    ]
     return "\n".join(lines) + "\n"
 
 
