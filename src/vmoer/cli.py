@@ -387,6 +387,7 @@ def study(
     data_root: DataRoot = None,
     device: Device = None,
     dtype: Dtype = None,
+    workers: Annotated[int, typer.Option(help="Processes that cells are handed to.")] = 1,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the grid and stop.")] = False,
 ) -> None:
     """One of the paper's experiments over methods and seeds. Finished cells are never computed again."""
@@ -415,7 +416,7 @@ def study(
         )
         return
     out.mkdir(parents=True, exist_ok=True)
-    failed = run_study(name, asked).failed
+    failed = run_study(name, asked, workers=workers).failed
     print(f"{out / 'metrics.json'}; tables and figures: vmoer report {out}")
     if failed:
         raise RunError(f"{len(failed)} cells failed, the first: {failed[0][0].name}: {failed[0][1]}")

@@ -66,7 +66,7 @@ def test_kill_and_restart_give_the_same_bytes(tmp_path: Path) -> None:
     running = subprocess.Popen([*command, str(tmp_path / "killed")], stdout=subprocess.PIPE, text=True)
     assert running.stdout is not None
     for line in running.stdout:
-        if line.startswith("[2/"):
+        if line.startswith("[1/"):
             os.kill(running.pid, signal.SIGKILL)
             break
     running.wait()

@@ -18,7 +18,7 @@ from vmoer.studies import (
     topk_bias,
 )
 from vmoer.studies._grid import Cell, Outcome, run
-from vmoer.studies._variants import Study
+from vmoer.studies._variants import Study, share_stage1
 
 STUDIES: dict[str, Callable[[Study], list[Cell]]] = {
     "brittleness": brittleness.cells,
@@ -45,9 +45,12 @@ def grid(name: str, study: Study) -> list[Cell]:
     return STUDIES[name](study)
 
 
-def run_study(name: str, study: Study, *, say: Callable[[str], object] = print) -> Outcome:
+def run_study(name: str, study: Study, *, workers: int = 1, say: Callable[[str], object] = print) -> Outcome:
     """Compute what is missing; then metrics from the predictions, and the studies' own rows beside them in `metrics.json`."""
-    outcome = run(grid(name, study), study.out, say=say)
+    cells = grid(name, study)
+    if workers > 1:  # what several cells train on is made before they start side by side
+        share_stage1(study)
+    outcome = run(cells, study.out, workers=workers, say=say)
     predicted = any((study.out / child.name / "predictions.parquet").exists() for child in study.out.iterdir())
     rows = scores.score(study.out) if predicted else []
     for other in sorted(study.out.glob("*.json")):

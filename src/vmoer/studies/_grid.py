@@ -10,8 +10,10 @@ import json
 import os
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,9 @@ class Cell:
 
     @property
     def name(self) -> str:
-        return " ".join(str(value) for value in self.key.values() if value is not None)
+        """Its own coordinates; what every cell of the grid shares is left out."""
+        shown = {k: v for k, v in self.key.items() if k in ("method", "layers", "layer", "seed")}
+        return ", ".join(str(v) if k in ("method", "layers") else f"{k} {v}" for k, v in shown.items()) or "all"
 
     def path(self, out: Path) -> Path:
         digest = hashlib.sha256(json.dumps([self.study, self.key], sort_keys=True).encode()).hexdigest()[:16]
@@ -43,29 +47,60 @@ class Outcome:
     failed: list[tuple[Cell, str]]
 
 
-def run(cells: Sequence[Cell], out: Path, *, say: Callable[[str], object] = print) -> Outcome:
-    """Compute what is missing and collect the rows of every cell that is done."""
+def run(cells: Sequence[Cell], out: Path, *, workers: int = 1, say: Callable[[str], object] = print) -> Outcome:
+    """Compute what is missing, in `workers` processes, and collect the rows of every cell that is done."""
     failed: list[tuple[Cell, str]] = []
     todo = [cell for cell in cells if not cell.path(out).exists()]
     if len(todo) < len(cells):
         say(f"{len(cells) - len(todo)} of {len(cells)} cells are done already")
     started = time.monotonic()
-    for number, cell in enumerate(todo, 1):
-        left = (time.monotonic() - started) / max(1, number - 1) * (len(todo) - number + 1)
-        eta = f", about {left / 60:.0f} min left" if number > 1 and left > 90 else ""
-        say(f"[{number}/{len(todo)}{eta}] {cell.study}: {cell.name}")
-        try:
-            write_json(cell.path(out), {"key": cell.key, "rows": cell.work()})
-        except Exception as error:  # a cell may fail in any way; the others do not depend on it
-            if os.environ.get("VMOER_DEBUG"):
-                traceback.print_exc()
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    for number, (cell, reason) in enumerate(_computed(todo, out, workers, say), 1):
+        left = (time.monotonic() - started) / number * (len(todo) - number)
+        eta = f", about {left / 60:.0f} min left" if left > 90 else ""
+        say(f"[{number}/{len(todo)}{eta}] {cell.study}: {cell.name}" + (f": failed: {reason}" if reason else ""))
+        if reason:
             failed.append((cell, reason))
-            say(f"    failed: {reason}")
     rows = [row for cell in cells if cell.path(out).exists() for row in json.loads(cell.path(out).read_text())["rows"]]
     for study in dict.fromkeys(cell.study for cell in cells):
         write_json(out / f"{study}.json", [row for row in rows if row["study"] == study])
-    return Outcome(rows, failed)
+    order = {id(cell): i for i, cell in enumerate(cells)}
+    return Outcome(rows, sorted(failed, key=lambda pair: order[id(pair[0])]))
+
+
+def _computed(
+    todo: Sequence[Cell], out: Path, workers: int, say: Callable[[str], object]
+) -> Iterator[tuple[Cell, str]]:
+    """Each cell as it ends, with the reason where it failed."""
+    if workers <= 1 or len(todo) <= 1:
+        for cell in todo:
+            yield cell, compute(cell, out)
+        return
+    # spawned, not forked: threads of the libraries do not survive a fork
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_start_worker) as pool:
+        waiting = {pool.submit(compute, cell, out): cell for cell in todo}
+        for done in as_completed(waiting):
+            yield waiting[done], done.result()
+
+
+def _start_worker() -> None:
+    """One thread a process: the processes share the cores between them."""
+    import torch
+    import transformers
+
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
+def compute(cell: Cell, out: Path) -> str:
+    """Work on a cell and store it; returns the reason where it failed, which it may do in any way."""
+    try:
+        write_json(cell.path(out), {"key": cell.key, "rows": cell.work()})
+    except Exception as error:
+        if os.environ.get("VMOER_DEBUG"):
+            traceback.print_exc()
+        return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return ""
 
 
 def row(study: str, metric: str, value: float | None, **keys: Any) -> Row:

@@ -10,6 +10,7 @@ vglr-fc+full         predictions averaged over answers rather than in the router
 
 import dataclasses
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ import torch
 from vmoer import tasks
 from vmoer.attach import attach, attachment_of
 from vmoer.errors import InputError
+from vmoer.gates import find
 from vmoer.models import Opened, open_model
 from vmoer.predict import predict_task
 from vmoer.routers import Config, Deterministic, MeanField, method
@@ -103,10 +105,28 @@ def prepare(study: Study, label: str, seed: int, *, layers: str | None = None, *
     return open_model(folder, device=study.device, dtype=study.dtype)
 
 
+def paper_layers(model: str) -> str:
+    """Ten layers, as printed; of a model with fewer the same share, ten in thirty-two."""
+    available = len(find(open_model(model, device="cpu").model))
+    return f"susceptible:{10 if available >= 10 else math.ceil(available * 10 / 32)}"
+
+
+def share_stage1(study: Study) -> None:
+    """Stage 1 of every seed and preset that the study's methods start from."""
+    for seed in study.seeds:
+        for preset in {parse(label)[1] for label in study.methods}:
+            source = study.out / "runs" / f"map{'@paper' if preset == 'paper' else ''}-s{seed}"
+            _train(study, "map", preset=preset, out=source, seed=seed)
+
+
 def _train(study: Study, key: str, *, preset: str, out: Path, seed: int, **changes: Any) -> None:
     if (out / "run.json").exists():
         return
     chosen: str | Config = CONTROLS.get(key, key)
+    if key == "map":
+        changes["layers"] = "all"
+    elif preset == "paper" and changes.get("layers") is None:
+        changes["layers"] = paper_layers(study.model)
     if study.transfer_from is not None and isinstance(chosen, str):
         chosen = _transferred(study.transfer_from, out.name, PRESETS[preset].config(key))
     paper = preset == "paper"

@@ -25,13 +25,14 @@ def labels(study: Study) -> list[str]:
 
 
 def cells(study: Study) -> list[Cell]:
-    def work(label: str, seed: int) -> list[Row]:
-        predict_label(study, label, seed, study.out / f"{label}-s{seed}")
-        return []
-
     common = study.common() | {"ood": ",".join(study.ood), "passes": study.passes}
     return [
-        Cell(STUDY, {"method": label, "seed": seed, **common}, partial(work, label, seed))
+        Cell(STUDY, {"method": label, "seed": seed, **common}, partial(work, study, label, seed))
         for seed in study.seeds
         for label in labels(study)
     ]
+
+
+def work(study: Study, label: str, seed: int) -> list[Row]:
+    predict_label(study, label, seed, study.out / f"{label}-s{seed}")
+    return []
