@@ -149,7 +149,7 @@ def report(directory: Path) -> Path:
         *_HOW,
         f"Numbers: metrics.json ({len(rows)} rows)" + (f", from {', '.join(parquets)}." if parquets else "."),
     ]
-    models = sorted({row["model"] for row in rows if row["model"]})
+    models = sorted({row["model"] for row in answered or rows if row["model"]})
     title = "Uncertainty report" + (f": {', '.join(models)}" if models else "")
     out, found = directory / "report", [table for section in made for table in section.tables]
     for table in found:
