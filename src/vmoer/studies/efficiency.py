@@ -73,7 +73,8 @@ def router_macs(router: Any, weight: torch.Tensor, key: str) -> float:
         router.novelty_basis_RD = torch.empty(weight.shape[1], weight.shape[1], device="meta")
         router.novelty_inverse_R = torch.empty(weight.shape[1], device="meta")
     if key == "swag":
-        router.fixed_weights()  # drawn once, not for every token
+        router.requires_grad_(False)
+        router.fixed_weights()  # drawn once, not for every token: they are kept where nothing trains
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         router(u, logits, Call(0, positions, positions), weight)
     return counter.get_total_flops() / 2 / TOKENS
