@@ -7,6 +7,7 @@ into a folder of its own; anything else are the arguments of `vmoer.train.train`
 import json
 import os
 import sys
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,7 @@ def parallel(rank: int, size: int, folder: str) -> None:
     # everything is on disk; gloo's own threads may abort a process that tears its groups down while its peer still does
     dist.barrier()
     sys.stdout.flush()
+    time.sleep(1)  # the peer reads the barrier's last message
     os._exit(0)
 
 
