@@ -7,6 +7,8 @@ Beside each value stands the floor: the agreement of two identical passes, 1 for
 from functools import partial
 from typing import Any
 
+import torch
+
 from vmoer.attach import attach, attached, detach, routers_of
 from vmoer.layers import brittleness
 from vmoer.metrics import bootstrap, paired_bootstrap
@@ -40,7 +42,9 @@ def work(study: Study, label: str, seed: int) -> list[Row]:
     rows = []
     for kind in ("fixed", "fresh") if _draws(model) else ("fixed",):
         _set_sampling(model, kind)
-        result = brittleness(model, inputs, gammas=(0.0, *GAMMAS), layers=layers, seed=seed)
+        with torch.random.fork_rng([]):  # fresh noise, but the same in every run of this cell
+            torch.manual_seed(seed)
+            result = brittleness(model, inputs, gammas=(0.0, *GAMMAS), layers=layers, seed=seed)
         values_GT = result.jaccard_LGT.mean(0)
         name = label if kind == "fixed" else f"{label} (fresh noise)"
         if kind == "fixed":
