@@ -109,6 +109,21 @@ class Brittleness:
             for gamma, relative, (value, low, high) in zip(self.gammas, self.relative, intervals_G, strict=True)
         ]
 
+    def quantile_rows(self, like: dict[str, Any], gamma: float = DIAGNOSTIC) -> list[dict[str, Any]]:
+        """The distribution over tokens at one noise level, a row a layer and quantile, keyed as `like`."""
+        shared = {name: value for name, value in like.items() if name != "relative"} | {"low": None, "high": None}
+        return [
+            {
+                **shared,
+                "metric": f"quantile_{q:g}",
+                "value": float(np.quantile(values, q)),
+                "layer": layer,
+                "gamma": gamma,
+            }
+            for layer, values in zip(self.layers, self.at(gamma), strict=True)
+            for q in (0.05, 0.25, 0.5, 0.75, 0.95)
+        ]
+
 
 @torch.no_grad()
 def brittleness(

@@ -1,6 +1,5 @@
 """`vmoer sensitivity MODEL --task T`: how brittle each layer's routing is, and which layers to take."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -31,23 +30,6 @@ def write(out: Path, result: Brittleness, rows: list[dict[str, Any]]) -> None:
 
     write_json(out / "brittleness.json", rows)
     write_json(out / "ranking.json", {"gamma": DIAGNOSTIC, "layers": [int(layer) for layer in result.ranking()]})
-    quantiles = quantile_rows(result, rows[0])
+    quantiles = result.quantile_rows(rows[0])
     for figure in (brittleness_curve(rows), brittleness_layers([*rows, *quantiles])):
         write_bytes(out / f"{figure.name}.svg", figure.svg.encode())
-
-
-def quantile_rows(result: Brittleness, like: dict[str, Any]) -> list[dict[str, Any]]:
-    """The distribution over tokens at the diagnostic level, a row for each layer and quantile."""
-    import numpy as np
-
-    rows = []
-    for layer, values in zip(result.layers, result.at(DIAGNOSTIC), strict=True):
-        for q in (0.05, 0.25, 0.5, 0.75, 0.95):
-            value = float(np.quantile(np.asarray(values), q))
-            found = {"metric": f"quantile_{q:g}", "value": value, "low": None, "high": None}
-            rows.append({**like, **found, "layer": int(layer), "gamma": DIAGNOSTIC})
-    return rows
-
-
-def as_text(result: Brittleness) -> str:
-    return json.dumps({"gamma": DIAGNOSTIC, "ranking": [int(layer) for layer in result.ranking()]})

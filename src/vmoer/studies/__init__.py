@@ -31,8 +31,6 @@ STUDIES: dict[str, Callable[[Study], list[Cell]]] = {
     "layer-placement": layer_placement.cells,
     "topk-bias": topk_bias.cells,
 }
-PREDICTED = ("calibration", "ood")
-"""Studies whose numbers come from saved predictions."""
 
 
 def grid(name: str, study: Study) -> list[Cell]:

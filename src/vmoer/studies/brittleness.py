@@ -15,8 +15,6 @@ def cells(study: Study) -> list[Cell]:
 
 
 def work(study: Study, seed: int) -> list[Row]:
-    import numpy as np
-
     opened = prepare(study, "map", seed)
     result = brittleness(
         opened.model, batches(study, opened, study.questions(study.task, "test")[:QUESTIONS]), seed=seed
@@ -25,8 +23,5 @@ def work(study: Study, seed: int) -> list[Row]:
     keys = {"model": study.model, "task": study.task, "split": "test", "method": "map", "seed": seed}
     for rank, layer in enumerate(result.ranking()):
         rows.append(row(STUDY, "rank", rank, **keys, layer=layer, gamma=DIAGNOSTIC))
-    for layer, values in zip(result.layers, result.at(DIAGNOSTIC), strict=True):
-        for q in (0.05, 0.25, 0.5, 0.75, 0.95):
-            value = float(np.quantile(np.asarray(values), q))
-            rows.append(row(STUDY, f"quantile_{q:g}", value, **keys, layer=layer, gamma=DIAGNOSTIC))
+    rows += result.quantile_rows(rows[0])
     return rows

@@ -10,7 +10,6 @@ from vmoer.studies._grid import Cell, Row
 from vmoer.studies._variants import Study, parse, predict_label
 
 STUDY = "calibration"
-BASELINES = ("map", "map-early", "mean-only", "fixed-noise")
 
 
 def labels(study: Study) -> list[str]:
