@@ -301,7 +301,7 @@ def test_failures_are_one_line_and_code_1(
     def broken(_: Any) -> None:
         raise error
 
-    monkeypatch.setattr("vmoer.cli._skeleton", broken)
+    monkeypatch.setattr("vmoer.commands.info._skeleton", broken)
     assert fails(capsys, "info", "x") == (code, line)
     monkeypatch.setenv("VMOER_DEBUG", "1")
     assert run(["info", "x"]) == code
@@ -312,5 +312,5 @@ def test_an_interrupt_is_code_130(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("vmoer.cli._skeleton", interrupted)
+    monkeypatch.setattr("vmoer.commands.info._skeleton", interrupted)
     assert run(["info", "x"]) == 130

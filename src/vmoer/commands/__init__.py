@@ -1,1 +1,1 @@
-"""Commands that need more than a few lines, one file each; `vmoer.cli` registers them."""
+"""One command a file: its options, what it calls, what it prints. Heavy imports happen inside; `vmoer.cli` registers them."""

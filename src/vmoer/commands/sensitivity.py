@@ -1,20 +1,63 @@
 """`vmoer sensitivity MODEL --task T`: how brittle each layer's routing is, and which layers to take."""
 
+import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from vmoer import tasks
-from vmoer.files import write_json
-from vmoer.layers import DIAGNOSTIC, Brittleness, brittleness
-from vmoer.models import open_model
-from vmoer.predict import collate
-from vmoer.tasks.prompt import encode
+import typer
+
+from vmoer.commands._shared import DataRoot, Device, Dtype, Json, check_device, quiet, table
+
+if TYPE_CHECKING:
+    from vmoer.layers import Brittleness
 
 
 def sensitivity(
+    model: Annotated[str, typer.Argument(help="A hub id, a local folder, a run folder, or demo.")],
+    task: Annotated[str, typer.Option(help="A built-in task, or the path of a JSONL file.")],
+    out: Annotated[Path | None, typer.Option(help="Where the rows, the ranking and two figures go.")] = None,
+    questions: Annotated[int, typer.Option(help="How many test prompts to measure on.")] = 200,
+    data_root: DataRoot = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    seed: int = 0,
+    as_json: Json = False,
+) -> None:
+    """How brittle each layer's routing is under noise on its input, and the ranking that layer choice goes by."""
+    quiet()
+    check_device(device, dtype)
+    asked: dict[str, Any] = {
+        "questions": questions,
+        "data_root": data_root,
+        "device": device,
+        "dtype": dtype,
+        "seed": seed,
+    }
+    result, rows = measure(model, task, **asked)
+    if out is not None:
+        write(out, result, rows)
+    if as_json:
+        print(json.dumps(rows, indent=2))
+        return
+    header = ("layer", *(f"{gamma:g}" for gamma in result.gammas))
+    lines = [
+        (layer, *(f"{value:.3f}" for value in means))
+        for layer, means in zip(result.layers, result.mean_LG, strict=True)
+    ]
+    table(f"{model}: Jaccard of expert sets by noise level gamma", header, lines)
+    print("most brittle first at gamma 0.01: " + ", ".join(str(int(layer)) for layer in result.ranking()))
+
+
+def measure(
     model: str, task: str, *, questions: int, data_root: Path | None, device: str | None, dtype: str | None, seed: int
-) -> tuple[Brittleness, list[dict[str, Any]]]:
+) -> "tuple[Brittleness, list[dict[str, Any]]]":
     """Brittleness on a task's test prompts, and the same as metrics rows."""
+    from vmoer import tasks
+    from vmoer.layers import brittleness
+    from vmoer.models import open_model
+    from vmoer.predict import collate
+    from vmoer.tasks.prompt import encode
+
     opened = open_model(model, device=device, dtype=dtype)
     asked = tasks.load(task, "test", data_root=data_root, limit=questions)
     prompts = sorted(encode(opened.tokenizer, asked, 2**31), key=len)
@@ -23,9 +66,10 @@ def sensitivity(
     return result, result.to_rows(model=opened.name, task=asked[0].task, split="test", method="map")
 
 
-def write(out: Path, result: Brittleness, rows: list[dict[str, Any]]) -> None:
+def write(out: Path, result: "Brittleness", rows: list[dict[str, Any]]) -> None:
     """`brittleness.json`, the ranking, and the two figures of appendix B.1."""
-    from vmoer.files import write_bytes
+    from vmoer.files import write_bytes, write_json
+    from vmoer.layers import DIAGNOSTIC
     from vmoer.report.studies import brittleness_curve, brittleness_layers
 
     write_json(out / "brittleness.json", rows)

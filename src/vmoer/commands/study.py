@@ -3,20 +3,99 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
+
+from vmoer.commands._shared import DataRoot, Device, Dtype, check_device, listed, numbers, quiet, table
 from vmoer.errors import RunError
-from vmoer.report import report
-from vmoer.studies import Study, grid, run_study
-from vmoer.train import Plan
+
+if TYPE_CHECKING:
+    from vmoer.studies import Study
 
 # what the demo shows in a few minutes, and everything for --full
 QUICK = ("vglr-fc", "vglr-fc@paper", "vtsr", "mcdr", "mean-only", "temp-scale", "map", "map-early", "laplace")
 FULL = (*QUICK, "swag", "vglr-mf", "vglr-lr", "vtsr@paper", "vglr-mf@paper", "fixed-noise")
-# the embedded model has its stage 1 behind it, and a split of questions that stage 1 never saw
-EMBEDDED = {"stage1": Plan(epochs=0), "stage2_data": "split:heldout"}
 
 
-def demo_study(out: Path, full: bool) -> Study:
+def embedded() -> dict[str, Any]:
+    """The embedded model has its stage 1 behind it, and a split of questions that stage 1 never saw."""
+    from vmoer.train import Plan
+
+    return {"stage1": Plan(epochs=0), "stage2_data": "split:heldout"}
+
+
+def study(
+    name: Annotated[str, typer.Argument(help="calibration, ood, stability, efficiency, brittleness, ..., or all.")],
+    model: Annotated[str, typer.Option(help="A hub id, a local folder, or demo.")],
+    task: Annotated[str, typer.Option(help="The source task.")],
+    out: Annotated[Path, typer.Option(help="Where cells, runs, predictions and tables go.")],
+    ood: Annotated[str, typer.Option(help="Shifted tasks, separated by commas, the farthest last.")] = "",
+    methods: Annotated[str, typer.Option(help="Labels, separated by commas, such as map,vglr-fc,vglr-fc@paper.")] = "",
+    seeds: Annotated[str, typer.Option(help="Separated by commas.")] = "0",
+    averaging: Annotated[str, typer.Option(help="router, answer, full, separated by commas.")] = "router",
+    passes: int = 8,
+    search: Annotated[bool, typer.Option("--search", help="Choose beta on validation.")] = False,
+    transfer_from: Annotated[Path | None, typer.Option(help="Take what was searched from this study.")] = None,
+    limit: Annotated[int | None, typer.Option(help="At most this many questions of each split.")] = None,
+    data_root: DataRoot = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    workers: Annotated[int, typer.Option(help="Processes that cells are handed to.")] = 1,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the grid and stop.")] = False,
+) -> None:
+    """One of the paper's experiments over methods and seeds. Finished cells are never computed again."""
+    from vmoer.studies import Study, run_study
+
+    quiet()
+    check_device(device, dtype)
+    settings: dict[str, Any] = {"passes": passes, "search": search, "transfer_from": transfer_from, "limit": limit}
+    settings |= {"data_root": None if data_root is None else str(data_root), "device": device, "dtype": dtype}
+    settings |= embedded() if model == "demo" else {}
+    asked = Study(
+        model=model,
+        task=task,
+        out=out,
+        ood=listed(ood),
+        methods=listed(methods) or FULL,
+        seeds=numbers(seeds),
+        averaging=listed(averaging),
+        **settings,
+    )
+    if dry_run:
+        cells = listing(name, asked)
+        table(
+            f"{name}: {len(cells)} cells", ("study", "cell", "done"), [(s, c, "yes" if d else "") for s, c, d in cells]
+        )
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    failed = run_study(name, asked, workers=workers).failed
+    print(f"{out / 'metrics.json'}; tables and figures: vmoer report {out}")
+    if failed:
+        raise RunError(f"{len(failed)} cells failed, the first: {failed[0][0].name}: {failed[0][1]}")
+
+
+def demo(
+    out: Annotated[Path, typer.Option(help="Where everything goes.")] = Path("out/demo"),
+    full: Annotated[bool, typer.Option("--full", help="All methods and studies, three seeds.")] = False,
+) -> None:
+    """The whole story on a small embedded MoE, without network or GPU, in a few minutes."""
+    from vmoer.report import read
+    from vmoer.report.page import headlines
+    from vmoer.report.studies import BUILDERS
+
+    quiet()
+    page = run_demo(out, full)
+    print()
+    for sentence in headlines([row for row in read(out) if row.get("study") not in BUILDERS]):
+        print(f"- {sentence}")
+    print(f"\n{page}")
+
+
+def demo_study(out: Path, full: bool) -> "Study":
+    from vmoer.studies import Study
+    from vmoer.train import Plan
+
     return Study(
         model="demo",
         task="demo",
@@ -27,13 +106,16 @@ def demo_study(out: Path, full: bool) -> Study:
         averaging=("router", "answer", "full") if full else ("router",),
         passes=8 if full else 4,
         stage2=Plan(epochs=8 if full else 4, batch_size=32, lr=2e-3, patience=4),
-        **EMBEDDED,  # type: ignore[arg-type]
+        **embedded(),
     )
 
 
-def demo(out: Path, full: bool, say: Callable[[str], object] = print) -> Path:
+def run_demo(out: Path, full: bool, say: Callable[[str], object] = print) -> Path:
     """The whole story on the embedded model: brittleness, training, calibration, OoD, stability, efficiency, the page."""
     import torch
+
+    from vmoer.report import report
+    from vmoer.studies import run_study
 
     torch.set_num_threads(1)  # matrices this small only lose by being shared out
     study = demo_study(out, full)
@@ -49,6 +131,8 @@ def demo(out: Path, full: bool, say: Callable[[str], object] = print) -> Path:
     return page
 
 
-def dry_run(name: str, study: Study) -> list[tuple[str, str, bool]]:
+def listing(name: str, study: "Study") -> list[tuple[str, str, bool]]:
     """The grid: each cell's study, name, and whether it is done."""
+    from vmoer.studies import grid
+
     return [(cell.study, cell.name, cell.path(study.out).exists()) for cell in grid(name, study)]

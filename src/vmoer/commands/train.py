@@ -1,0 +1,85 @@
+"""`vmoer train MODEL --task T --method M --out RUN`: stage 1 and stage 2."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import typer
+
+from vmoer.commands._shared import DataRoot, Dtype, Json, quiet
+
+
+def train(
+    model: Annotated[str, typer.Argument(help="A hub id, a local folder, or demo.")],
+    task: Annotated[str, typer.Option(help="A built-in task, or the path of a JSONL file.")],
+    out: Annotated[Path, typer.Option(help="The run folder.")],
+    method: Annotated[
+        str, typer.Option(help="map, temp-scale, mcdr, swag, vglr-mf, vglr-fc, vglr-lr, vtsr or laplace.")
+    ] = "vglr-fc",
+    layers: Annotated[
+        str | None, typer.Option(help="all, susceptible:10, first:4, middle:4, last:4, or 0,3,5.")
+    ] = None,
+    preset: Annotated[str, typer.Option(help="default, or paper: the protocol exactly as printed.")] = "default",
+    beta: Annotated[float | None, typer.Option(help="Weight of the KL, in place of the preset's.")] = None,
+    objective: Annotated[str, typer.Option(help="elbo, or predictive: log of the passes' mean likelihood.")] = "elbo",
+    passes: Annotated[int, typer.Option(help="Passes of the predictive objective.")] = 4,
+    stage2_data: Annotated[str | None, typer.Option(help="train, held-out:0.2, or split:NAME.")] = None,
+    noisy_stage1: Annotated[
+        bool, typer.Option("--noisy-stage1", help="The router's noise in stage 1 already.")
+    ] = False,
+    search: Annotated[bool, typer.Option("--search", help="Choose beta on validation.")] = False,
+    from_map: Annotated[Path | None, typer.Option(help="Take stage 1 from this run.")] = None,
+    rank: Annotated[int, typer.Option(help="Rank of the LoRA adapter of stage 1.")] = 16,
+    stage1_epochs: int = 3,
+    stage1_lr: float = 1e-4,
+    stage2_epochs: int | None = None,
+    stage2_lr: float | None = None,
+    batch_size: Annotated[int, typer.Option(help="Questions a step, over all processes.")] = 16,
+    micro_batch: Annotated[int | None, typer.Option(help="Questions a pass; the rest is accumulated.")] = None,
+    skip_nonfinite: Annotated[
+        bool, typer.Option("--skip-nonfinite", help="Pass over such steps and count them.")
+    ] = False,
+    seed: int = 0,
+    data_root: DataRoot = None,
+    limit: Annotated[int | None, typer.Option(help="At most this many training questions.")] = None,
+    dtype: Dtype = None,
+    as_json: Json = False,
+) -> None:
+    """Stage 1 (LoRA MAP) and stage 2 (variational routers); killed and started again it goes on where it was."""
+    import dataclasses
+
+    from vmoer.train import Plan, Running, Workers
+    from vmoer.train import train as run_train
+    from vmoer.training.presets import preset_named
+
+    quiet()
+    chosen = preset_named(preset)
+    shape: dict[str, Any] = {"batch_size": batch_size, "micro_batch": micro_batch}
+    given: dict[str, Any] = {"epochs": stage2_epochs, "lr": stage2_lr}
+    found = run_train(
+        model,
+        task,
+        method if beta is None else chosen.config(method, beta=beta),
+        out=out,
+        preset=chosen,
+        layers=layers or chosen.layers,
+        stage1_plan=Plan(epochs=stage1_epochs, lr=stage1_lr, **shape),
+        stage2_plan=dataclasses.replace(chosen.stage2, **shape, **{k: v for k, v in given.items() if v is not None}),
+        rank=rank,
+        objective=cast(Any, objective),
+        passes=passes,
+        stage2_data=stage2_data,
+        noisy_stage1=noisy_stage1,
+        search=search,
+        from_map=from_map,
+        data_root=data_root,
+        limit=limit,
+        seed=seed,
+        dtype=dtype,
+        running=Running(workers=Workers.launched(), tensorboard=True, progress=True, skip_nonfinite=skip_nonfinite),
+    )
+    print(
+        json.dumps(found, indent=2)
+        if as_json
+        else f"{out}: {found['method']} on {found['task']}; next: vmoer eval {out} --task {task}"
+    )
