@@ -6,7 +6,6 @@ OUT=${OUT:-out/gpu}
 mkdir -p "$OUT"
 export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}"
 PYTHON=${PYTHON:-python3}
-export VMOER_KERNELS=${VMOER_KERNELS:-1}
 steps=${*:-tests tune overhead}
 status=0
 for step in $steps; do

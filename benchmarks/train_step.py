@@ -128,7 +128,17 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     model = build(device)
     config = model.config
     meter = Meter(device, args.repeats, args.warm)
-    rows = []
+    rows: list[dict[str, Any]] = []
+    machine = torch.cuda.get_device_name() if device.type == "cuda" else platform.machine()
+    result = {
+        "device": machine,
+        "geometry": {name: getattr(config, name) for name in SMALL},
+        "dtype": "bfloat16",
+        "prompt_tokens": args.length,
+        "repeats": args.repeats,
+        "versions": {"vmoer": vmoer.__version__, "torch": torch.__version__, "transformers": tf.__version__},
+        "rows": rows,
+    }
     for size in args.batch_sizes:
         examples = questions(size * 8, args.length, config.vocab_size)
         batches = [list(range(i, i + size)) for i in range(0, size * 8, size)]
@@ -145,16 +155,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 rows.append(row(key, str(layers), size, tokens, seconds, memory, base, trained))
                 detach(model)
                 print(rows[-1], flush=True)
-    machine = torch.cuda.get_device_name() if device.type == "cuda" else platform.machine()
-    return {
-        "device": machine,
-        "geometry": {name: getattr(config, name) for name in SMALL},
-        "dtype": "bfloat16",
-        "prompt_tokens": args.length,
-        "repeats": args.repeats,
-        "versions": {"vmoer": vmoer.__version__, "torch": torch.__version__, "transformers": tf.__version__},
-        "rows": rows,
-    }
+                write_json(args.out / "train_step.json", result)  # a run that is cut short leaves what it has
+                write_bytes(args.out / "train_step.md", markdown(result).encode())
+    return result
 
 
 def row(
@@ -207,8 +210,6 @@ def main() -> None:
     parser.add_argument("--warm", type=int, default=3)
     args = parser.parse_args()
     result = measure(args)
-    write_json(args.out / "train_step.json", result)
-    write_bytes(args.out / "train_step.md", markdown(result).encode())
     print(markdown(result))
 
 

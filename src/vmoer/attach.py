@@ -2,21 +2,24 @@
 
 A router instance's class is replaced by a subclass made on the fly, so that state-dict keys, isinstance checks, output capture
 and FSDP keep working. The subclass runs the model's own forward, hands its logits to the method, and puts the method's answer
-into the same return value. What a forward pass is about (which tokens, which step) is read by a hook on the decoder; what is
-collected lives in the `record` object, never on a module.
+into the same return value; at inference it leaves the model's own Top-K out where the logits are plainly W_r u. What a
+forward pass is about (which tokens, which step) is read by a hook on the decoder; what is collected lives in the `record`
+object, never on a module.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vmoer import gates
+from vmoer import gates, kernels
 from vmoer.context import Attachment, Pass, positions_and_mask
 from vmoer.errors import AttachError, InputError, RunError
-from vmoer.gates import Found, Gate
+from vmoer.following import followed
+from vmoer.gates import Found, Gate, plans
 from vmoer.recording import Record
 from vmoer.routers import Call, Config, Routing
 
@@ -32,14 +35,20 @@ class VariationalGate(nn.Module):
     vmoer_layer: int
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        out = super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
-        attachment = self.vmoer_attachment
+        gate, method, attachment = self.vmoer_gate, self.vmoer, self.vmoer_attachment
         attachment.fired = True
-        if not attachment.enabled:
-            return out
-        gate, method = self.vmoer_gate, self.vmoer
-        u_TD = hidden_states.reshape(-1, gate.hidden_size)
-        logits_TN = gate.logits(out)
+        out = None
+        if self._replaces(hidden_states):
+            u_TD = hidden_states
+            logits_TN = F.linear(u_TD, gates.router_weight(self, gate))  # type: ignore[arg-type]
+            if not (method.reads_narrow and kernels.available(logits_TN)):
+                logits_TN = logits_TN.float()
+        else:
+            out = super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
+            if not attachment.enabled:
+                return out
+            u_TD = hidden_states.reshape(-1, gate.hidden_size)
+            logits_TN = gate.logits(out)
         current = attachment.current(u_TD)
         if attachment.collector is not None:
             attachment.collector(self.vmoer_layer, u_TD, logits_TN, current)
@@ -48,6 +57,7 @@ class VariationalGate(nn.Module):
             raise RunError(f"{method.config.key} has seen no data yet: call vmoer.fit(model, batches) first")
         routing = method(u_TD, logits_TN, self._call(current), gates.router_weight(self, gate))
         if routing is None:
+            assert out is not None
             routing, chosen_TK = Routing(logits_TN, logits_TN), gate.experts(out)
         else:
             bias_N = gate.bias(self, args, kwargs)
@@ -57,13 +67,21 @@ class VariationalGate(nn.Module):
         current.hand_over(self.vmoer_layer, method, u_TD, routing, chosen_TK)
         return out
 
+    def _replaces(self, hidden_states: Tensor) -> bool:
+        """Whether the model's own choice of experts need not be made: at inference, where its logits are W_r u and no more."""
+        attachment = self.vmoer_attachment
+        if self.training or torch.is_grad_enabled() or hidden_states.dim() != 2 or self.vmoer_gate.types is None:
+            return False
+        return attachment.enabled and attachment.collector is None and bool(self.vmoer.replaces)
+
     def _call(self, current: Pass) -> Call:
         training = (self.training and torch.is_grad_enabled()) or current.step is not None
         if self.training and training and current.step is None and not self.vmoer_attachment.checking:
             raise InputError(
                 "a forward pass in training mode needs `with vmoer.record(model, step=step)`: noise is a function of the step"
             )
-        return Call(self.vmoer_layer, current.positions_T, current.rows_T, current.step, current.passes_T)
+        about = current.positions_T, current.rows_T, current.step, current.passes_T
+        return Call(self.vmoer_layer, *about, self.vmoer_attachment.layers, current.drawn)
 
     def __reduce__(self) -> Any:
         return _rebuild, (type(self).__mro__[2],), self.__dict__
@@ -159,7 +177,7 @@ def attached(model: nn.Module) -> Attachment:
 
 @contextmanager
 def record(model: nn.Module, *, step: int | None = None, first_row: int = 0) -> Iterator[Record]:
-    """Collect what the routers say inside the block: signals, experts, the KL.
+    """Collect what the routers say inside the block: signals, experts, the KL; of passes, or of one `model.generate`.
 
     In training pass `step`, the number of the optimiser step, and `first_row`, where this batch's rows start in the global
     batch of that step: noise is keyed by both, so that accumulation and data parallelism draw what one big batch would.
@@ -171,7 +189,8 @@ def record(model: nn.Module, *, step: int | None = None, first_row: int = 0) -> 
     previous = attachment.record, attachment.step, attachment.first_row
     attachment.record, attachment.step, attachment.first_row = record, step, first_row
     try:
-        yield record
+        with followed(model, record) if step is None else nullcontext():
+            yield record
     finally:
         attachment.record, attachment.step, attachment.first_row = previous
 
@@ -188,10 +207,13 @@ def switched_off(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def sampled(model: nn.Module, passes_B: Tensor | int) -> Iterator[None]:
-    """Inside the block each router draws one sample a token, keyed by the row's pass number, in place of averaging."""
+def sampled(model: nn.Module, passes: Tensor | int) -> Iterator[None]:
+    """Inside the block each router draws one sample a token, keyed by its pass number, in place of averaging.
+
+    One number for all, one a row, or one a token, [B, T].
+    """
     attachment = attached(model)
-    before, attachment.passes = attachment.passes, passes_B
+    before, attachment.passes = attachment.passes, passes
     try:
         yield
     finally:
@@ -236,7 +258,8 @@ def _ranges(numbers: list[int]) -> str:
 
 def _prepare(found: Found, config: Config) -> tuple[Gate, nn.Module]:
     try:
-        gate = Gate.probe(found)
+        with plans.lifted(found.router):
+            gate = Gate.probe(found)
     except AttachError as error:
         raise AttachError(f"{found.path} ({found.kind}) cannot be attached: {error}") from None
     weight = gates.router_weight(found.router, gate)
@@ -255,6 +278,7 @@ def _answer(found: Found, gate: Gate) -> tuple[Tensor, ...]:
 
 def _install(found: Found, gate: Gate, method: nn.Module, attachment: Attachment) -> None:
     router: Any = found.router
+    plans.follow_class(router)
     router.__class__ = _variational(type(router))
     router.vmoer = method
     router.vmoer_gate, router.vmoer_attachment, router.vmoer_layer = gate, attachment, found.layer
@@ -266,7 +290,7 @@ def _self_check(found: Found, gate: Gate, attachment: Attachment, before: tuple[
         attachment.enabled, attachment.fired = False, False
         off = _answer(found, gate)
         if not attachment.fired:
-            shadow = "an instance attribute (accelerate hooks and expert-parallel plans set one)"
+            shadow = "an instance attribute (accelerate's hooks set one)"
             raise AttachError(
                 f"{found.path} ({found.kind}) cannot be attached: its forward is shadowed by {shadow}, so ours never runs"
             )
@@ -280,8 +304,25 @@ def _self_check(found: Found, gate: Gate, attachment: Attachment, before: tuple[
                 raise AttachError(
                     f"{found.path} ({found.kind}) cannot be attached: our answer has another shape or type"
                 )
+        if "forward" in vars(found.block):
+            _check_block(found, gate, attachment)
     finally:
         attachment.enabled, attachment.checking = True, False
+
+
+def _check_block(found: Found, gate: Gate, attachment: Attachment) -> None:
+    """A block whose forward was replaced (fused kernels do that) may never call its router."""
+    states = gates.probe_states(found.router, gates.router_weight(found.router, gate), tokens=1).unsqueeze(0)
+    attachment.fired = False
+    try:
+        with torch.no_grad():
+            found.block(states)
+    except (TypeError, RuntimeError, ValueError, IndexError):
+        return  # it takes more than hidden states: nothing can be told
+    if not attachment.fired:
+        raise AttachError(
+            f"{found.path} ({found.kind}) cannot be attached: the block around it has a forward of its own that never calls it"
+        )
 
 
 def _hook(model: nn.Module, chosen: list[Found], attachment: Attachment) -> None:
@@ -333,8 +374,16 @@ class LayerHook:
 
 
 def _refuse_sharded(model: nn.Module) -> None:
-    if any(type(p).__name__ == "DTensor" or type(p.data).__name__ == "DTensor" for p in model.parameters()):
+    """Experts spread over processes are no matter; but FSDP2 reduces only the gradients of what it was given, and PEFT adds
+    whole updates to what is a share."""
+    if any(base.__name__ == "FSDPModule" for module in model.modules() for base in type(module).__mro__):
         raise AttachError("this model is sharded already: attach before fully_shard, or its gradients stay unreduced")
+    spread = any(type(p.data).__name__ == "DTensor" for p in model.parameters())
+    if spread and any(".lora_" in name for name, _ in model.named_parameters()):
+        raise AttachError(
+            "an adapter does not fit on experts that are spread over processes: merge it first "
+            "(examples/accelerate/merge.py)"
+        )
 
 
 def _refuse_reentrant(model: nn.Module) -> None:

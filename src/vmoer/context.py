@@ -6,10 +6,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from vmoer.errors import InputError
 from vmoer.routers import Config, Router, Routing
 
 if TYPE_CHECKING:
     from vmoer.recording import Record
+
+DOCUMENT = 2**20  # rows that a document packed behind others in one row counts as: no batch has as many
 
 
 @dataclass
@@ -24,6 +27,7 @@ class Pass:
     passes_T: Tensor | None = None
     record: "Record | None" = None
     seen: set[int] = field(default_factory=set)
+    drawn: dict[Any, Tensor] = field(default_factory=dict)
 
     def hand_over(self, layer: int, method: Router, u_TD: Tensor, routing: Routing, chosen_TK: Tensor) -> None:
         """Give the record what a layer routed; once, though checkpointing may run the layer again."""
@@ -53,14 +57,16 @@ class Attachment:
     def begin(self, positions_BT: Tensor, mask_BT: Tensor | None) -> None:
         batch, tokens = positions_BT.shape
         device = positions_BT.device
-        rows_B = self.first_row + torch.arange(batch, device=device)
+        rows_T = (self.first_row + torch.arange(batch, device=device)).repeat_interleave(tokens)
+        if self.step is not None:
+            rows_T = rows_T + DOCUMENT * documents(positions_BT, mask_BT).reshape(-1)
         passes_T = None
         if self.passes is not None:
-            passes_B = torch.as_tensor(self.passes, device=device).expand(batch)
-            passes_T = passes_B.repeat_interleave(tokens)
+            given = torch.as_tensor(self.passes, device=device)
+            passes_T = given.reshape(-1) if given.dim() == 2 else given.expand(batch).repeat_interleave(tokens)
         self.now = Pass(
             positions_T=positions_BT.reshape(-1),
-            rows_T=rows_B.repeat_interleave(tokens),
+            rows_T=rows_T,
             mask_BT=mask_BT,
             shape=(batch, tokens),
             step=self.step,
@@ -82,6 +88,17 @@ class Attachment:
         return {**self.__dict__, "record": None, "now": None, "collector": None, "step": None, "passes": None}
 
 
+def documents(positions_BT: Tensor, mask_BT: Tensor | None) -> Tensor:
+    """Which of the documents packed into its row a token belongs to, [B, T], from 0: one starts where positions do again.
+
+    Training noise is keyed by it beside the row, so that documents in one row draw apart and a row draws the same in any batch.
+    """
+    starts_BT = (positions_BT[:, 1:] < positions_BT[:, :-1]) | (positions_BT[:, 1:] == 0)
+    if mask_BT is not None:
+        starts_BT = starts_BT & mask_BT[:, 1:] & mask_BT[:, :-1]
+    return torch.nn.functional.pad(starts_BT.long().cumsum(-1), (1, 0))
+
+
 def positions_and_mask(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
     """Each token's position in its own sequence without padding, [B, T], and the mask, [B, T], from a decoder's arguments."""
     states = kwargs.get("input_ids")
@@ -100,6 +117,8 @@ def positions_and_mask(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[T
     if isinstance(position_ids, Tensor):
         position_ids = position_ids[0] if position_ids.dim() == 3 else position_ids
         return position_ids.expand(batch, tokens), mask_BT
+    if any(kwargs.get(name) is not None for name in ("cu_seq_lens_q", "seq_idx")):
+        raise InputError("packed rows need position_ids that restart with every document: noise is keyed by them")
     if mask_BT is not None:
         return (mask.long().cumsum(-1) - 1).clamp_min(0)[:, -tokens:], mask_BT  # type: ignore[union-attr]
     past = kwargs.get("past_key_values")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from vmoer.attach import attached, routers_of
-from vmoer.averaging import last_positions
+from vmoer.averaging import keeps_logits, last_positions
 from vmoer.context import Pass
 from vmoer.errors import InputError
 from vmoer.routers.laplace import LaplaceRouter
@@ -58,6 +58,7 @@ def fit(
     training = model.training
     model.eval()
     device = next(model.parameters()).device
+    last = {"logits_to_keep": 1} if keeps_logits(model) else {}  # none are wanted
     try:
         for batch in batches:
             inputs = {k: v.to(device) for k, v in batch.items() if k != "labels"}
@@ -66,7 +67,7 @@ def fit(
                 keep_BT = torch.zeros_like(keep_BT).scatter(1, last_positions(inputs).unsqueeze(1), True)
             sums.keep_T = keep_BT.reshape(-1)
             sums.count += int(keep_BT.sum())
-            model(**inputs)
+            model(**inputs, **last, use_cache=False)  # with a cache transformers would not keep packed documents apart
     finally:
         attachment.collector = None
         model.train(training)

@@ -64,6 +64,10 @@ class Gaussian:
         narrow = {name: x.float() for name, x in fields.items() if isinstance(x, Tensor) and x.element_size() == 2}
         return dataclasses.replace(self, **narrow) if narrow else self
 
+    def moved(self, shift_TN: Tensor | None) -> "Gaussian":
+        """The same around another mean."""
+        return self if shift_TN is None else dataclasses.replace(self, mean_TN=self.mean_TN + shift_TN)
+
     def rows(self, start: int, stop: int) -> "Gaussian":
         """The same for tokens start to stop: what lets the integrals work in pieces."""
         cut = {f.name: getattr(self, f.name)[start:stop] for f in dataclasses.fields(self) if "_T" in f.name}
@@ -72,20 +76,23 @@ class Gaussian:
 
 @dataclass(frozen=True)
 class Diagonal(Gaussian):
+    """sd = `scale` exp(log_sd)"""
+
     log_sd_TN: Tensor
+    scale: float = 1.0
 
     @property
     def variance_TN(self) -> Tensor:
-        return torch.exp(2 * self.log_sd_TN)
+        return self.scale**2 * torch.exp(2 * self.log_sd_TN)
 
     def samples(self, eps: Tensor) -> Tensor:
-        return self.mean_TN.unsqueeze(1) + torch.exp(self.log_sd_TN).unsqueeze(1) * eps
+        return self.mean_TN.unsqueeze(1) + (self.scale * torch.exp(self.log_sd_TN)).unsqueeze(1) * eps
 
     def times(self, x_TN: Tensor) -> Tensor:
         return self.variance_TN * x_TN
 
     def log_det(self) -> Tensor:
-        return 2 * self.log_sd_TN.sum(-1)
+        return 2 * self.log_sd_TN.sum(-1) + 2 * self.noise_dim * math.log(self.scale)
 
 
 @functools.lru_cache(maxsize=64)
@@ -138,8 +145,11 @@ class Cholesky(Gaussian):
 
 @dataclass(frozen=True)
 class LowRank(Gaussian):
+    """Both parts of Sigma's root times `scale`."""
+
     log_sd_TN: Tensor
     factor_TNR: Tensor
+    scale: float = 1.0
 
     @property
     def noise_dim(self) -> int:
@@ -147,16 +157,16 @@ class LowRank(Gaussian):
 
     @property
     def variance_TN(self) -> Tensor:
-        return torch.exp(2 * self.log_sd_TN) + self.factor_TNR.square().sum(-1)
+        return self.scale**2 * (torch.exp(2 * self.log_sd_TN) + self.factor_TNR.square().sum(-1))
 
     def samples(self, eps: Tensor) -> Tensor:
         n = self.mean_TN.shape[-1]
         own = torch.exp(self.log_sd_TN).unsqueeze(1) * eps[..., :n]
-        return self.mean_TN.unsqueeze(1) + own + eps[..., n:] @ self.factor_TNR.mT
+        return self.mean_TN.unsqueeze(1) + self.scale * (own + eps[..., n:] @ self.factor_TNR.mT)
 
     def times(self, x_TN: Tensor) -> Tensor:
         shared = self.factor_TNR @ (self.factor_TNR.mT @ x_TN.unsqueeze(-1))
-        return torch.exp(2 * self.log_sd_TN) * x_TN + shared.squeeze(-1)
+        return self.scale**2 * (torch.exp(2 * self.log_sd_TN) * x_TN + shared.squeeze(-1))
 
     def log_det(self) -> Tensor:
         """log|D + V V'| = log|D| + log|I + V' D^-1 V| (determinant lemma), the second by an R x R Cholesky factor."""
@@ -164,7 +174,8 @@ class LowRank(Gaussian):
         scaled = self.factor_TNR * torch.exp(-self.log_sd_TN).unsqueeze(-1)
         inner = torch.eye(rank, dtype=scaled.dtype, device=scaled.device) + scaled.mT @ scaled
         half = torch.linalg.cholesky_ex(inner).L.diagonal(dim1=-2, dim2=-1)  # cholesky_ex: no host synchronisation
-        return 2 * self.log_sd_TN.sum(-1) + 2 * half.log().sum(-1)
+        sizes = 2 * self.log_sd_TN.sum(-1) + 2 * half.log().sum(-1)
+        return sizes + 2 * self.mean_TN.shape[-1] * math.log(self.scale)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,8 @@ same on every device, so gradient checkpointing, accumulation, resumption and da
     uniform(seed, layer, position, expert) = (mix32(...) + 1/2) / 2^23 in (0, 1)
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -14,7 +16,7 @@ _MASK = 0xFFFFFFFF
 Key = int | Tensor
 
 
-def _mix(x: Tensor) -> Tensor:
+def _mix(x: Any) -> Any:
     """The 32-bit finaliser of MurmurHash3, in int64: products wrap, and only their low 32 bits are kept."""
     x = (x ^ (x >> 16)) * 0x85EBCA6B & _MASK
     x = (x ^ (x >> 13)) * 0xC2B2AE35 & _MASK
@@ -23,11 +25,10 @@ def _mix(x: Tensor) -> Tensor:
 
 def hash32(*keys: Key) -> Tensor:
     """One 32-bit hash per entry of the keys' broadcast shape. The keys' order matters."""
-    device = next((key.device for key in keys if isinstance(key, Tensor)), torch.device("cpu"))
-    state = torch.full((), 0x9E3779B9, dtype=torch.int64, device=device)
+    state: Key = 0x9E3779B9  # a number until a key is a tensor: numbers cost no kernels
     for key in keys:
         state = _mix((state * 5 + 0x52DCE729 + (key & _MASK)) & _MASK)
-    return state
+    return torch.as_tensor(state)
 
 
 def uniform(*keys: Key) -> Tensor:

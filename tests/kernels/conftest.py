@@ -10,8 +10,6 @@ import pytest
 import torch
 from kernel_cases import EVERYWHERE, HERE, INTERPRETED
 
-from vmoer import kernels
-
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
     fused = collection_path.name.startswith("test_") and collection_path.name not in EVERYWHERE
@@ -40,9 +38,3 @@ def poisoned(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) ->
         return out.fill_(float("nan") if out.is_floating_point() else -(10**6))
 
     monkeypatch.setattr(torch, "empty", poison)
-
-
-@pytest.fixture(autouse=True)
-def _kernels_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are off by default."""
-    monkeypatch.setattr(kernels, "enabled", True)

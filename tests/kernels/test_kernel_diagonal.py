@@ -6,14 +6,15 @@ from kernel_cases import DEVICE, TOLERANCE, Case, assert_same_experts, cases, re
 
 from vmoer import integrals, noise
 from vmoer.gaussians import Scaled
-from vmoer.kernels import Ask, diagonal
+from vmoer.kernels import Ask, low_rank
 
 
+@pytest.mark.parametrize("shape", [("token", 1, 4), ("point", 2, 4)], ids=str)
 @pytest.mark.parametrize("case", cases(512), ids=str)
-def test_average(case: Case) -> None:
+def test_average(case: Case, shape: tuple[str, int, int]) -> None:
     eps_SN = noise.sobol_normal(16, case.experts, seed=1).to(DEVICE)
-    got = diagonal.average(case.mean_TN, case.log_sd_TN, eps_SN, 1.25).logits_TN
-    expected = diagonal.reference(case.mean_TN, case.log_sd_TN, eps_SN, 1.25)
+    got = low_rank.average(case.mean_TN, case.log_sd_TN, None, eps_SN, 1.25, shape=shape).logits_TN
+    expected = low_rank.reference(case.mean_TN, case.log_sd_TN, None, eps_SN, 1.25)
     assert relative_error(got, expected).max() < TOLERANCE
 
 
@@ -21,29 +22,30 @@ def test_average(case: Case) -> None:
 def test_sigmoid(log_sd: float) -> None:
     case = Case(3, 24, mean=8.0, log_sd=log_sd)
     eps_SN = noise.sobol_normal(16, 24, seed=3).to(DEVICE)
-    got = diagonal.average(case.mean_TN, case.log_sd_TN, eps_SN, sigmoid=True).logits_TN.double()
-    expected = diagonal.reference(case.mean_TN, case.log_sd_TN, eps_SN, sigmoid=True)
+    got = low_rank.average(case.mean_TN, case.log_sd_TN, None, eps_SN, sigmoid=True).logits_TN.double()
+    expected = low_rank.reference(case.mean_TN, case.log_sd_TN, None, eps_SN, sigmoid=True)
     for sign in (1, -1):
         log_score, log_expected = (torch.nn.functional.logsigmoid(sign * x) for x in (got, expected))
         assert relative_error(log_score, log_expected).max() < TOLERANCE
 
 
 @pytest.mark.parametrize(("k", "normalise"), [(1, False), (16, True), (6, False)])
-@pytest.mark.parametrize("tokens_a_program", [1, 4])
-def test_choice_shift_and_own_logits(k: int, normalise: bool, tokens_a_program: int) -> None:
+@pytest.mark.parametrize("shape", [("token", 1, 4), ("point", 4, 4), ("point", 1, 1)])
+def test_choice_shift_and_own_logits(k: int, normalise: bool, shape: tuple[str, int, int]) -> None:
     case = Case(5, 40)
     eps_SN = noise.sobol_normal(8, 40, seed=4).to(DEVICE)
     shift_TN = 0.3 * case.mean_TN.flip(0)
-    got = diagonal.average(
+    got = low_rank.average(
         case.mean_TN,
         case.log_sd_TN,
+        None,
         eps_SN,
         shift_TN=shift_TN,
         own_TN=case.mean_TN,
         ask=Ask(k, normalise),
-        tokens_a_program=tokens_a_program,
+        shape=shape,
     )
-    log_p_TN = diagonal.reference(case.mean_TN.double() + shift_TN.double(), case.log_sd_TN, eps_SN)
+    log_p_TN = low_rank.reference(case.mean_TN.double() + shift_TN.double(), case.log_sd_TN, None, eps_SN)
     expected = log_p_TN + torch.logsumexp(case.mean_TN.double(), -1, keepdim=True)
     assert relative_error(got.logits_TN, expected).max() < TOLERANCE
     assert got.weights_TK is not None
@@ -62,6 +64,6 @@ def test_scaled_posterior_is_the_same_kernel() -> None:
     scale_T = torch.tensor([0.0, 0.1, 1.0, 25.0], device=DEVICE)
     eps_SN = noise.sobol_normal(16, 12, seed=5).to(DEVICE)
     log_sd_TN = (0.5 * scale_T.log()).unsqueeze(-1).expand(-1, 12)
-    got = diagonal.average(case.mean_TN, log_sd_TN, eps_SN @ factor_NN.mT).logits_TN
+    got = low_rank.average(case.mean_TN, log_sd_TN, None, eps_SN @ factor_NN.mT).logits_TN
     q = Scaled(case.mean_TN.double(), scale_T.double(), factor_NN.double())
     assert relative_error(got, integrals.log_expected_softmax(q, eps_SN.double())).max() < TOLERANCE

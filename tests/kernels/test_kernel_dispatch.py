@@ -82,9 +82,8 @@ class TestOnGPU:
         captured.fill_(float("nan"))
         graph.replay()
         assert torch.equal(captured, eager)
-        compiled = torch.compile(
-            lambda mean: kernels.log_expected_softmax(q.__class__(mean, *_rest(q)), eps), fullgraph=True
-        )
+        kind, rest = q.__class__, _rest(q)
+        compiled = torch.compile(lambda mean: kernels.log_expected_softmax(kind(mean, *rest), eps), fullgraph=True)
         torch.testing.assert_close(compiled(q.mean_TN), eager, rtol=1e-6, atol=1e-6)
 
 

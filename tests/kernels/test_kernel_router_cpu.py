@@ -1,12 +1,8 @@
 """The plain PyTorch path, which is what CPUs run, against the paper's listing: a ratio within one run."""
 
-import sys
-from pathlib import Path
-
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from router import cpu_speedup
+from vmoer.bench.router import cpu_speedup
 
 
 @pytest.mark.slow

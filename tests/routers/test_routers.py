@@ -100,6 +100,50 @@ def test_temperature_starts_at_one_and_keeps_its_bounds() -> None:
     assert 4.5 < temperature.max() <= 5.0
 
 
+@pytest.mark.parametrize("start", [0.06, 0.3, 1.0, 2.5, 9.0])
+def test_temperature_starts_at_the_prior(start: float) -> None:
+    """Wherever the prior is centred, T starts there and the prior's penalty at nothing; its slope in the head is not zero."""
+    r = router(vmoer.VariationalTemperature(prior_mean=start), gate())
+    u = torch.randn(50, 32)
+    torch.testing.assert_close(r.temperature(u), torch.full((50,), start), rtol=1e-4, atol=1e-5)
+    assert r(u, torch.randn(50, 6), call(50), None).posterior.divergence().max() < 1e-6
+    (slope,) = torch.autograd.grad(r.temperature(u).sum(), r.head.bias)
+    assert slope.item() > 0
+
+
+def test_the_papers_preset_starts_at_one_and_weighs_as_printed() -> None:
+    """Ours starts where sampling costs no accuracy; the paper's protocol stays what it was, beside it."""
+    from vmoer.train import DEFAULT, PAPER
+
+    printed: Any = PAPER.config("vtsr")
+    ours: Any = DEFAULT.config("vtsr")
+    assert (printed.prior_mean, printed.weights, printed.regulariser) == (1.0, "scaled", "neg_log_t")
+    assert (ours.prior_mean, ours.weights, ours.regulariser) == (0.15, "own", "lognormal")
+
+
+def test_a_prior_outside_the_bounds_is_refused() -> None:
+    with pytest.raises(InputError, match="prior_mean"):
+        vmoer.VariationalTemperature(prior_mean=0.01, t_min=0.05)
+
+
+def test_own_weights_at_a_low_temperature_are_the_model() -> None:
+    """At T -> 0 the experts are the model's own and so are their weights; with l / T the weights are sharper."""
+    g = gate()
+    u, own = torch.randn(40, 32), torch.randn(40, 6) * 3
+    gap_T = own.sort(-1).values.diff(dim=-1).amin(-1)
+    own = own[gap_T > 0.05]  # no near ties
+    u = u[: len(own)]
+    wanted = g.scoring.choose(own, None)
+    weighed = g.scoring.weigh(own, wanted, None)
+    settings = {"prior_mean": 0.0011, "t_min": 0.001}
+    for weights in ("own", "scaled"):
+        out = router(vmoer.VariationalTemperature(weights=weights, **settings), g)(u, own, call(len(own)), None)
+        chosen = g.scoring.choose(out.select_TN, None)
+        assert torch.equal(chosen, wanted)
+        same = torch.allclose(g.scoring.weigh(out.weight_TN, chosen, None), weighed)
+        assert same == (weights == "own")
+
+
 def test_regularisers_against_their_formulas() -> None:
     own, temperature = torch.randn(7, 6), torch.rand(7) * 3 + 0.2
     from vmoer.routers.variational_temperature import TemperaturePosterior
@@ -109,12 +153,12 @@ def test_regularisers_against_their_formulas() -> None:
     expected = {
         "neg_log_t": -temperature.log(),
         "entropy": torch.distributions.kl_divergence(p, uniform),
-        "lognormal": -torch.distributions.Normal(0.0, 0.5).log_prob(temperature.log())
+        "lognormal": -torch.distributions.Normal(math.log(0.3), 0.5).log_prob(temperature.log())
         - math.log(0.5 * math.sqrt(2 * math.pi)),
     }
     for name, value in expected.items():
         torch.testing.assert_close(
-            TemperaturePosterior(temperature, own, name, 0.5).divergence(), value, atol=1e-5, rtol=1e-5
+            TemperaturePosterior(temperature, own, name, 0.5, 0.3).divergence(), value, atol=1e-5, rtol=1e-5
         )
 
 

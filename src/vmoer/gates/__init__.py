@@ -5,6 +5,7 @@ against what the router itself answered; `Gate.route` turns what to select by an
 return value.
 """
 
+import dataclasses
 import inspect
 import re
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from vmoer.gates.table import REFUSED, RULES
 from vmoer.gaussians import Gaussian
 from vmoer.integrals import Rule as Integral
 from vmoer.integrals import expected_sigmoid_logit, in_pieces, log_expected_softmax
+from vmoer.kernels import Ask
 
 _LOOKS_LIKE_A_ROUTER = re.compile(r"(Router|Gating|Gate)$")
 
@@ -51,7 +53,7 @@ def find(model: nn.Module) -> list[Found]:
         block = modules.get(path.rpartition(".")[0])
         known = kind in RULES or kind in REFUSED
         beside_experts = block is not None and hasattr(block, "experts")
-        plain = type(module) is nn.Linear and path.rpartition(".")[2] in ("router", "gate")
+        plain = isinstance(module, nn.Linear) and path.rpartition(".")[2] in ("router", "gate")
         if block is None or not (known or (beside_experts and (plain or _LOOKS_LIKE_A_ROUTER.search(kind)))):
             continue
         index = re.search(r"^(.*?)\.?(\w+)\.(\d+)\.", path)
@@ -62,10 +64,23 @@ def find(model: nn.Module) -> list[Found]:
             unknown = (
                 "it is a plain linear layer and the block around it chooses the experts; newer transformers may not"
             )
-        reason = REFUSED.get(kind, "" if kind in RULES else unknown)
+        reason = REFUSED.get(kind, "" if kind in RULES else unknown) or _quantised(module, block)
         decoder = modules[index.group(1)]
         found.append(Found(path, int(index.group(3)), module, block, decoder, RULES.get(kind), reason))
     return found
+
+
+def _quantised(router: nn.Module, block: nn.Module) -> str:
+    """Why a quantised base cannot be attached here; empty where the router itself is in full precision, as it mostly is."""
+    if type(getattr(block, "experts", None)).__name__ == "Mxfp4GptOssExperts":
+        return (
+            "its MXFP4 block routes by a kernel of its own and never calls it: load with Mxfp4Config(dequantize=True)"
+        )
+    full = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+    kind = next((p.dtype for p in router.parameters() if p.dim() > 1 and p.dtype not in full), None)
+    if kind is None:
+        return ""
+    return f"its weight is quantised ({str(kind).removeprefix('torch.')}): leave routers out (modules_to_not_convert)"
 
 
 @dataclass(frozen=True)
@@ -79,6 +94,9 @@ class Gate:
     """Which element of the return value holds the logits, weights, indices (or llama4's dense scores)."""
     arguments: tuple[str, ...]
     """Names of what the router takes besides the hidden states."""
+    types: tuple[torch.dtype, ...] | None = None
+    """Types of the return value where it is exactly logits W_r u, weights and indices: then the router's own choice need not
+    be made when ours replaces it."""
 
     # -- learning it ---------------------------------------------------------------------------------------------------
 
@@ -99,7 +117,25 @@ class Gate:
         gate = cls(scoring, experts, states.shape[-1], places, tuple(names))
         if states.device.type != "meta":
             gate.check(router, out, args)
+            return dataclasses.replace(gate, types=gate.plain(states, weight, out))
         return gate
+
+    def plain(self, states: Tensor, weight: Tensor | None, out: tuple[Tensor, ...]) -> tuple[torch.dtype, ...] | None:
+        """The return value's types where it is (logits, weights, indices) in some order and the logits are W_r u bit for bit."""
+        if weight is None or self.arguments or self.scoring.ask() is None or weight.dtype != states.dtype:
+            return None
+        if len(out) != 3 or any(x.dim() != 2 for x in out):
+            return None
+        theirs = out[self.places["logits"]]
+        same = torch.equal(F.linear(states, weight).to(theirs.dtype), theirs)
+        return tuple(x.dtype for x in out) if same else None
+
+    def ask(self) -> Ask | None:
+        """The rule as a fused kernel takes it, the weights in the type the model wants where that is known."""
+        ask = self.scoring.ask()
+        if ask is None or self.types is None:
+            return ask
+        return ask._replace(dtype=self.types[self.places["weights"]])
 
     def check(self, router: nn.Module, out: tuple[Tensor, ...], args: list[Any]) -> None:
         """The written rule must give the router's own experts and weights, wherever the choice is not a near tie."""
@@ -176,7 +212,7 @@ class Gate:
     def route(
         self,
         router: nn.Module,
-        out: tuple[Tensor, ...],
+        out: tuple[Tensor, ...] | None,
         select_TN: Tensor,
         weight_TN: Tensor,
         bias_N: Tensor | None,
@@ -187,6 +223,7 @@ class Gate:
 
         A sampled choice is straight-through: the weights are multiplied by 1 + s - stop_gradient(s), s = softmax(relaxed),
         which is 1 in value and carries the gradient of the relaxed choice. `given`: weights and experts found already.
+        `out` is None where the model's own forward was not run (`types`).
         """
         if given is not None:
             weights_TK, chosen_TK = given
@@ -196,7 +233,6 @@ class Gate:
         if relaxed_TN is not None and relaxed_TN.requires_grad:
             soft_TK = torch.softmax(relaxed_TN, -1).gather(-1, chosen_TK)
             weights_TK = weights_TK * (1 + soft_TK - soft_TK.detach())
-        new = list(out)
         first = weight_TN
         if self.scoring.rule.first == "probabilities":
             first = self.scoring.scores(weight_TN)
@@ -205,6 +241,11 @@ class Gate:
             ours["scores"] = torch.zeros_like(weight_TN).scatter(1, chosen_TK, weights_TK)
         else:
             ours |= {"weights": weights_TK, "indices": chosen_TK}
+        if out is None:
+            assert self.types is not None
+            order = sorted(ours, key=lambda name: self.places[name])
+            return tuple(ours[name].to(kind) for name, kind in zip(order, self.types, strict=True)), chosen_TK
+        new = list(out)
         for name, value in ours.items():
             theirs = out[self.places[name]]
             new[self.places[name]] = value.to(theirs.dtype).reshape(theirs.shape)

@@ -5,14 +5,14 @@ Each entry point answers None where the plain path must do the work, so a caller
     if (fused := kernels.log_expected_softmax(q, eps)) is not None:
         return fused
 
-`VMOER_KERNELS=1` in the environment, or `kernels.enabled = True`, switches them on; they stay off by default until their table
-of a GPU run is in `results/`. Triton is imported at the first use on a GPU, never by `import vmoer`. Each file holds a kernel
-and its float64 reference side by side; the tests run the kernels in Triton's interpreter on the CPU and, where there is one,
-on the GPU.
+`VMOER_KERNELS=0` in the environment, or `kernels.enabled = False`, switches them off. Triton is imported at the first use on
+a GPU, never by `import vmoer`. Each file holds a kernel and its float64 reference side by side; the tests run the kernels in
+Triton's interpreter on the CPU and, where there is one, on the GPU.
 
-    cholesky      vglr-fc, N up to 256           diagonal      vglr-mf and laplace, N up to 512
-    low_rank      vglr-lr, N up to 512           temperature   vtsr
+    cholesky      vglr-fc, N up to 256           low_rank      vglr-mf, vglr-lr and laplace, N up to 512
+    temperature   vtsr
     sample        one differentiable draw a token without the factor      select     Top-K and gate weights by themselves
+    quadratic     novelty, u' A^-1 u, rank up to 256
 """
 
 import importlib.util
@@ -26,7 +26,8 @@ from vmoer.gaussians import Cholesky, Diagonal, Gaussian, LowRank, Scaled
 from vmoer.kernels._asks import Ask, Choice, Keys, Tempered
 
 MOST_POINTS = 64
-enabled = os.environ.get("VMOER_KERNELS", "0") == "1"
+MANY = 2048  # tokens from which kernels take them in blocks
+enabled = os.environ.get("VMOER_KERNELS", "1") != "0"
 _TRITON = importlib.util.find_spec("triton") is not None
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -73,22 +74,19 @@ def average(
         from vmoer.kernels import cholesky
 
         return cholesky.average(q.mean_TN, q.raw_TC, eps, q.scale, **more)
-    if isinstance(q, Diagonal) and n <= 512 and _usable(q.log_sd_TN):
-        from vmoer.kernels import diagonal
+    if n > 512:
+        return None
+    from vmoer.kernels import low_rank
 
-        return diagonal.average(q.mean_TN, q.log_sd_TN, eps, **more)
-    if isinstance(q, Scaled) and n <= 512 and _usable(q.scale_T, q.factor_NN):
-        from vmoer.kernels import diagonal
-
+    if isinstance(q, Diagonal) and _usable(q.log_sd_TN):
+        return low_rank.average(q.mean_TN, q.log_sd_TN, None, eps, q.scale, **more)
+    if isinstance(q, Scaled) and _usable(q.scale_T, q.factor_NN):
         log_sd_TN = (0.5 * q.scale_T.float().log()).unsqueeze(-1).expand(-1, n)
-        return diagonal.average(q.mean_TN, log_sd_TN, eps.float() @ q.factor_NN.float().mT, **more)
-    if isinstance(q, LowRank) and n <= 512 and q.factor_TNR.shape[-1] <= 64 and _usable(q.log_sd_TN):
-        from vmoer.kernels import diagonal, low_rank
-
-        if q.factor_TNR.shape[-1] == 0:
-            return diagonal.average(q.mean_TN, q.log_sd_TN, eps, **more)
-        if _usable(q.factor_TNR):
-            return low_rank.average(q.mean_TN, q.log_sd_TN, q.factor_TNR, eps, **more)
+        return low_rank.average(q.mean_TN, log_sd_TN, None, eps.float() @ q.factor_NN.float().mT, **more)
+    if isinstance(q, LowRank) and q.factor_TNR.shape[-1] <= 64 and _usable(q.log_sd_TN):
+        factor_TNR = q.factor_TNR if q.factor_TNR.shape[-1] else None
+        if factor_TNR is None or _usable(factor_TNR):
+            return low_rank.average(q.mean_TN, q.log_sd_TN, factor_TNR, eps, q.scale, **more)
     return None
 
 
@@ -123,6 +121,15 @@ def temper(
     return temperature.temper(logits_TN, x_T, keys, bounds=bounds, ask=ask)
 
 
+def novelty(u_TD: Tensor, basis_RD: Tensor, inverse_R: Tensor, rest: Tensor) -> Tensor | None:
+    """u' A^-1 u (vmoer.kernels.quadratic.novelty), or None."""
+    if not _usable(u_TD, basis_RD, inverse_R, rest) or len(basis_RD) > 256 or basis_RD.dtype != torch.float32:
+        return None
+    from vmoer.kernels import quadratic
+
+    return quadratic.novelty(u_TD, basis_RD, inverse_R, rest)
+
+
 def choose(by_TN: Tensor, logits_TN: Tensor, ask: Ask) -> Choice | None:
     """Top-K of `by_TN` and softmax weights of `logits_TN` (vmoer.kernels.select.select), or None."""
     if not _usable(by_TN, logits_TN) or by_TN.shape[-1] > 1024 or ask.k > min(16, by_TN.shape[-1]):
@@ -143,6 +150,7 @@ __all__ = [
     "enabled",
     "expected_sigmoid_logit",
     "log_expected_softmax",
+    "novelty",
     "runs",
     "temper",
 ]

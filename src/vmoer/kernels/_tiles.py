@@ -1,8 +1,10 @@
 """What the kernels share: products on the tensor cores, sums of exponentials, the choice of K experts, the counter hash.
 
 A float32 product on the tensor cores rounds its operands to tf32, 3e-4 of each logit, too coarse where the variance is large.
-Heads that answer in bfloat16 are exact there, so only the points are written as two bfloat16 numbers, 2^-18 of them lost, and
-the product is two bfloat16 products accumulated in float32. Heads in float32 take three tf32 products.
+Heads that answer in bfloat16 are exact there, and so are the routers' points, which are chosen so; other points are written
+as two bfloat16 numbers, 2^-18 of them lost, in two products. Sums are in float32. Heads in float32 take three tf32 products.
+
+Helpers keep their names where they are imported: torch.compile copies a kernel with what it calls by name.
 
 Shapes: B tokens of a program, N experts, S points, K selected; `_PAD` is the next power of two.
 """
@@ -35,16 +37,18 @@ def on_device(tensor: Tensor) -> Any:
 
 @triton.jit
 def product(a, b, acc):
-    """acc + a b, for points b in float32."""
+    """acc + a b, for points b in float32, or in bfloat16 where they are exact there."""
     if _WIDE_DOT:
-        acc = tl.dot(a.to(tl.float32), b, acc, input_precision="ieee")
+        acc = tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    elif a.dtype == tl.bfloat16 and b.dtype == tl.bfloat16:
+        acc = tl.dot(a, b, acc)
     elif a.dtype == tl.bfloat16:
         b_high = b.to(tl.bfloat16)
         b_low = (b - b_high.to(tl.float32)).to(tl.bfloat16)
         acc = tl.dot(a, b_low, acc)
         acc = tl.dot(a, b_high, acc)
     else:
-        acc = tl.dot(a.to(tl.float32), b, acc, input_precision="tf32x3")
+        acc = tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="tf32x3")
     return acc
 
 
@@ -71,7 +75,7 @@ def log_sigmoid(x):
 
 
 @triton.jit
-def average(logits_NS, n, s, N: tl.constexpr, S: tl.constexpr, LOG_S: tl.constexpr, SIGMOID: tl.constexpr):
+def average_points(logits_NS, n, s, N: tl.constexpr, S: tl.constexpr, LOG_S: tl.constexpr, SIGMOID: tl.constexpr):
     """[N_PAD]: log of the mean softmax over the S columns, or the logit of the mean sigmoid; 0 beyond N."""
     inside = n < N
     last = (s < S)[None, :]
@@ -88,7 +92,7 @@ def average(logits_NS, n, s, N: tl.constexpr, S: tl.constexpr, LOG_S: tl.constex
 
 
 @triton.jit
-def select(
+def store_selected(
     by_BN, log_p_BN, n, t, live, weights_ptr, indices_ptr, gate_scale, K: tl.constexpr, K_PAD: tl.constexpr,
     NORMALISE: tl.constexpr,
 ):  # fmt: skip

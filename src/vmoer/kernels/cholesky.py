@@ -4,10 +4,7 @@
 shapes of the same sum  l_is = mu_i + scale (exp(raw_ii) eps_si + sum_{j<i} raw_ij eps_sj):
 
     by token     few tokens: a program takes one token after the other, l [N, S] = raw [N, N] eps' [N, S] in registers
-    by expert    many tokens: a program takes B tokens and walks through the experts, l_i [B, S] = raw_i [B, i] eps' [i, S].
-                 A first walk leaves the normaliser of each sample [B, S], a second one averages. No element above the
-                 diagonal is touched, and a sample's normaliser needs no exchange between threads. Best where raw_TC lies
-                 entry by entry (strides 1, T): heads computed as W h' rather than h W'.
+    by expert    many tokens: a program takes B tokens and walks through the experts (vmoer.kernels.by_expert)
 
 Floor at 16,384 tokens, N = 40, S = 32, heads in bfloat16: traffic T (2 C + (2 + 4 + 4) N) bytes = 35 MB, 8 us at 4.3 TB/s;
 S C = 26k multiplications and additions a token, 0.43 G, two or three times in bfloat16 pieces, 3 us; exponentials 2 S N,
@@ -26,15 +23,13 @@ from torch import Tensor
 
 from vmoer import integrals
 from vmoer.gaussians import Cholesky
+from vmoer.kernels import MANY, by_expert
 from vmoer.kernels._asks import Ask, Choice
-from vmoer.kernels._tiles import _LOWEST, add_exp, log_sigmoid, log_sum_exp, on_device, pad, product
-from vmoer.kernels._tiles import average as average_points
-from vmoer.kernels._tiles import select as store_selected
+from vmoer.kernels._tiles import average_points, log_sum_exp, on_device, pad, product, store_selected
 from vmoer.kernels.select import room
 from vmoer.kernels.select import select as select_experts
 
 MOST_EXPERTS = 256
-BY_EXPERT_FROM = 8192  # tokens
 
 
 @triton.jit
@@ -52,7 +47,7 @@ def _by_token_kernel(
     n64 = n.to(tl.int64)
     row_start = n64 * (n64 + 1) // 2
     eps_S = eps_ptr + s[None, :] * N
-    own_eps_NS = tl.load(eps_S + n[:, None], mask=inside[:, None] & (s < S)[None, :], other=0.0)
+    own_eps_NS = tl.load(eps_S + n[:, None], mask=inside[:, None] & (s < S)[None, :], other=0.0).to(tl.float32)
     for b in range(B):
         t = (tl.program_id(0) * B + b).to(tl.int64)
         row = t + tl.arange(0, 1)
@@ -86,93 +81,6 @@ def _by_token_kernel(
             )
 
 
-@triton.jit
-def _expert_logits(
-    i, mean_T, mean_n, shift_T, shift_n, raw_T, raw_c, eps_ptr, first_JS, live, scale,
-    N: tl.constexpr, S: tl.constexpr, S_PAD: tl.constexpr, J: tl.constexpr, B: tl.constexpr, SHIFT: tl.constexpr,
-):  # fmt: skip
-    """Expert i's logit for B tokens and all points, [B, S_PAD]. The points' first J coordinates are held by the caller."""
-    j = tl.arange(0, J)
-    s = tl.arange(0, S_PAD)
-    i64 = tl.full([1], 0, tl.int64) + i
-    start = i64 * (i64 + 1) // 2
-    raw_BJ = tl.load(raw_T[:, None] + (start + j)[None, :] * raw_c, mask=live[:, None] & (j < i)[None, :], other=0.0)
-    spread_BS = product(raw_BJ, first_JS, tl.zeros([B, S_PAD], tl.float32))
-    if N > J:
-        for first in range(J, i, J):
-            column = first + j
-            raw_BJ = tl.load(
-                raw_T[:, None] + (start + column)[None, :] * raw_c,
-                mask=live[:, None] & (column < i)[None, :],
-                other=0.0,
-            )
-            eps_JS = tl.load(
-                eps_ptr + s[None, :] * N + column[:, None], mask=(column < N)[:, None] & (s < S)[None, :], other=0.0
-            )
-            spread_BS = product(raw_BJ, eps_JS, spread_BS)
-    log_sd_B = tl.load(raw_T + (start + i64) * raw_c, mask=live, other=0.0).to(tl.float32)
-    eps_S = tl.load(eps_ptr + s * N + i, mask=s < S, other=0.0)
-    spread_BS += tl.exp(log_sd_B)[:, None] * eps_S[None, :]
-    mean_B = tl.load(mean_T + i64 * mean_n, mask=live, other=0.0).to(tl.float32)
-    if SHIFT:
-        mean_B += tl.load(shift_T + i64 * shift_n, mask=live, other=0.0).to(tl.float32)
-    return mean_B[:, None] + scale * spread_BS
-
-
-@triton.jit
-def _by_expert_kernel(
-    mean_ptr, shift_ptr, raw_ptr, own_ptr, eps_ptr, out_ptr, tokens, scale,
-    mean_t, mean_n, shift_t, shift_n, raw_t, raw_c, own_t, own_n,
-    N: tl.constexpr, S: tl.constexpr, LOG_S: tl.constexpr, S_PAD: tl.constexpr, J: tl.constexpr, B: tl.constexpr,
-    SHIFT: tl.constexpr, OWN: tl.constexpr, SIGMOID: tl.constexpr,
-):  # fmt: skip
-    t = tl.program_id(0) * B + tl.arange(0, B)
-    live = t < tokens
-    t64 = t.to(tl.int64)
-    s = tl.arange(0, S_PAD)
-    j = tl.arange(0, J)
-    points = (s < S)[None, :]
-    mean_T = mean_ptr + t64 * mean_t
-    shift_T = shift_ptr + t64 * shift_t
-    raw_T = raw_ptr + t64 * raw_t
-    own_T = own_ptr + t64 * own_t
-    first_JS = tl.load(eps_ptr + s[None, :] * N + j[:, None], mask=(j < N)[:, None] & points, other=0.0)
-
-    lse_BS = tl.zeros([B, S_PAD], tl.float32)
-    own_B = tl.zeros([B], tl.float32)
-    if not SIGMOID:
-        top = tl.full([B, S_PAD], _LOWEST, tl.float32)
-        total = tl.zeros([B, S_PAD], tl.float32)
-        for i in range(N):
-            logits_BS = _expert_logits(
-                i, mean_T, mean_n, shift_T, shift_n, raw_T, raw_c, eps_ptr, first_JS, live, scale,
-                N, S, S_PAD, J, B, SHIFT,
-            )  # fmt: skip
-            top, total = add_exp(top, total, logits_BS)
-        lse_BS = top + tl.log(total)
-    if OWN:
-        own_top = tl.full([B], _LOWEST, tl.float32)
-        own_total = tl.zeros([B], tl.float32)
-        for i in range(N):
-            own = tl.load(own_T + i * own_n, mask=live, other=0.0).to(tl.float32)
-            own_top, own_total = add_exp(own_top, own_total, own)
-        own_B = own_top + tl.log(own_total)
-    for i in range(N):
-        logits_BS = _expert_logits(
-            i, mean_T, mean_n, shift_T, shift_n, raw_T, raw_c, eps_ptr, first_JS, live, scale,
-            N, S, S_PAD, J, B, SHIFT,
-        )  # fmt: skip
-        if SIGMOID:
-            yes = log_sigmoid(logits_BS)
-            no = yes - logits_BS
-            out_B = log_sum_exp(tl.where(points, yes, float("-inf")), 1) - log_sum_exp(
-                tl.where(points, no, float("-inf")), 1
-            )
-        else:
-            out_B = log_sum_exp(tl.where(points, logits_BS - lse_BS, float("-inf")), 1) - LOG_S
-        tl.store(out_ptr + t64 * N + i, out_B + own_B, mask=live)
-
-
 def average(
     mean_TN: Tensor,
     raw_TC: Tensor,
@@ -192,21 +100,17 @@ def average(
     tokens, experts = mean_TN.shape
     samples = len(eps_SN)
     s_pad = pad(samples, 16)
-    eps_SN = eps_SN.float().contiguous()
-    out_TN = torch.empty(tokens, experts, dtype=torch.float32, device=mean_TN.device)
+    eps_SN = eps_SN.contiguous()
     shift, own = mean_TN if shift_TN is None else shift_TN, mean_TN if own_TN is None else own_TN
     columns = min(64, pad(experts, 16))
     kind, block, warps = shape or _shape(tokens, pad(experts, 16), s_pad, raw_TC.dtype)
     if kind == "expert":
-        with on_device(mean_TN):
-            _by_expert_kernel[(triton.cdiv(tokens, block),)](
-                mean_TN, shift, raw_TC, own, eps_SN, out_TN, tokens, scale,
-                *mean_TN.stride(), *shift.stride(), *raw_TC.stride(), *own.stride(),
-                N=experts, S=samples, LOG_S=math.log(samples), S_PAD=s_pad, J=columns, B=block,
-                SHIFT=shift_TN is not None, OWN=own_TN is not None, SIGMOID=sigmoid,
-                num_warps=warps, num_stages=1 if raw_TC.dtype == torch.float32 else 3,
-            )  # fmt: skip
+        out_TN = by_expert.average(
+            mean_TN, raw_TC, None, eps_SN, scale,
+            shift_TN=shift_TN, own_TN=own_TN, sigmoid=sigmoid, block=block, warps=warps,
+        )  # fmt: skip
         return Choice(out_TN) if ask is None else select_experts(out_TN, out_TN, ask)
+    out_TN = torch.empty(tokens, experts, dtype=torch.float32, device=mean_TN.device)
     weights_TK, indices_TK = room(tokens, ask, out_TN)
     k = 0 if ask is None else ask.k
     with on_device(mean_TN):
@@ -223,8 +127,8 @@ def average(
 
 
 def _shape(tokens: int, n_pad: int, s_pad: int, dtype: torch.dtype) -> tuple[str, int, int]:
-    if tokens >= BY_EXPERT_FROM and dtype != torch.float32:
-        return "expert", 32 if s_pad <= 32 else 16, 2 if s_pad <= 32 else 1
+    if tokens >= MANY and dtype != torch.float32:
+        return "expert", 32, 1
     return "token", 1 if tokens < 2048 else 4, min(16, max(4, n_pad * s_pad // 1024))
 
 

@@ -1,13 +1,21 @@
-"""Low-rank posterior to averaged probabilities: E[softmax(N(mu, diag(sd^2) + V V'))] over shared points.
+"""Low-rank and mean-field posteriors to averaged probabilities: E[softmax(N(mu, diag(sd^2) + V V'))] over shared points.
 
-A program takes its tokens one after the other: l [N, S] = mu + sd eps_own + V eps_shared stays in registers, its columns are
-normalised and averaged there. Floor at 16,384 tokens, N = 128, R = 8, S = 32, heads in bfloat16: traffic
+Two shapes of the same sum  l_ns = mu_n + scale (sd_n eps_sn + sum_r V_nr eps_sr):
+
+    by token     few tokens: a program takes one token, l [N, S] in registers, its columns normalised and averaged there
+    by expert    many tokens: a program takes B tokens and walks through the experts (vmoer.kernels.by_expert)
+    by point     many tokens without factors: a program holds B tokens' means and deviations and walks through the points;
+                 of a sample only its running sums remain
+
+Mean field is R = 0; `Scaled` posteriors (Laplace) are mean-field with sd_t = sqrt(v_t) for every expert and the points F eps.
+Floor at 16,384 tokens, N = 128, R = 8, S = 32, heads in bfloat16: traffic
 T N (2 (R + 2) + 4 + 4) bytes = 59 MB, 14 us; two exponentials a sample and expert, 134M, 37 us; S N (R + 1) multiplications
 and additions a token, 0.6 G.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 import math
+from typing import Any
 
 import torch
 import triton
@@ -16,17 +24,89 @@ from torch import Tensor
 
 from vmoer import integrals
 from vmoer.gaussians import LowRank
+from vmoer.kernels import MANY, by_expert
 from vmoer.kernels._asks import Ask, Choice
-from vmoer.kernels._tiles import average as average_points
-from vmoer.kernels._tiles import log_sum_exp, on_device, pad, product
-from vmoer.kernels._tiles import select as store_selected
+from vmoer.kernels._tiles import (
+    _LOWEST,
+    add_exp,
+    average_points,
+    log_sigmoid,
+    log_sum_exp,
+    on_device,
+    pad,
+    product,
+    store_selected,
+)
 from vmoer.kernels.select import room
+from vmoer.kernels.select import select as select_experts
 
 MOST_EXPERTS, MOST_RANK = 512, 64
 
 
 @triton.jit
-def _low_rank_kernel(
+def _by_point_kernel(
+    mean_ptr, shift_ptr, log_sd_ptr, own_ptr, eps_ptr, out_ptr, weights_ptr, indices_ptr, tokens, scale, gate_scale,
+    mean_t, mean_n, shift_t, shift_n, log_sd_t, log_sd_n, own_t, own_n,
+    N: tl.constexpr, N_PAD: tl.constexpr, S: tl.constexpr, LOG_S: tl.constexpr, B: tl.constexpr,
+    SHIFT: tl.constexpr, OWN: tl.constexpr, SIGMOID: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, NORMALISE: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0) * B + tl.arange(0, B)
+    n = tl.arange(0, N_PAD)
+    live = t < tokens
+    t64 = t.to(tl.int64)[:, None]
+    n64 = n.to(tl.int64)[None, :]
+    inside = live[:, None] & (n < N)[None, :]
+    mean_BN = tl.load(mean_ptr + t64 * mean_t + n64 * mean_n, mask=inside, other=0.0).to(tl.float32)
+    if SHIFT:
+        mean_BN += tl.load(shift_ptr + t64 * shift_t + n64 * shift_n, mask=inside, other=0.0).to(tl.float32)
+    log_sd_BN = tl.load(log_sd_ptr + t64 * log_sd_t + n64 * log_sd_n, mask=inside, other=0.0).to(tl.float32)
+    sd_BN = scale * tl.exp(log_sd_BN)
+    log_p_BN = tl.zeros([B, N_PAD], tl.float32)
+    exact = SIGMOID
+    if not SIGMOID:
+        # around the largest mean: one exponential a sample and expert, and one sum
+        around_BN = mean_BN - tl.max(tl.where((n < N)[None, :], mean_BN, _LOWEST), 1)[:, None]
+        around_BN = tl.where((n < N)[None, :], around_BN, float("-inf"))
+        total = tl.zeros([B, N_PAD], tl.float32)
+        for s in range(S):
+            eps_N = tl.load(eps_ptr + s * N + n, mask=n < N, other=0.0).to(tl.float32)
+            e_BN = tl.exp(around_BN + sd_BN * eps_N[None, :])
+            total += e_BN * (1.0 / tl.sum(e_BN, 1))[:, None]
+        log_p_BN = tl.log(total) - LOG_S
+        good = (total > 1e-30) | (inside == 0)  # false for NaN
+        exact = tl.min(tl.min(good.to(tl.int32), 1), 0) == 0
+    if exact:  # where float32 could not hold the sums
+        top = tl.full([B, N_PAD], _LOWEST, tl.float32)
+        total = tl.zeros([B, N_PAD], tl.float32)
+        top_no = tl.full([B, N_PAD], _LOWEST, tl.float32)
+        total_no = tl.zeros([B, N_PAD], tl.float32)
+        for s in range(S):
+            eps_N = tl.load(eps_ptr + s * N + n, mask=n < N, other=0.0).to(tl.float32)
+            logits_BN = mean_BN + sd_BN * eps_N[None, :]
+            if SIGMOID:
+                yes = log_sigmoid(logits_BN)
+                top, total = add_exp(top, total, yes)
+                top_no, total_no = add_exp(top_no, total_no, yes - logits_BN)
+            else:
+                lse_B = log_sum_exp(tl.where((n < N)[None, :], logits_BN, float("-inf")), 1)
+                top, total = add_exp(top, total, logits_BN - lse_B[:, None])
+        log_p_BN = top + tl.log(total)
+        if SIGMOID:
+            log_p_BN -= top_no + tl.log(total_no)
+        else:
+            log_p_BN -= LOG_S
+    out_BN = log_p_BN
+    if OWN:
+        own_BN = tl.load(own_ptr + t64 * own_t + n64 * own_n, mask=inside, other=float("-inf")).to(tl.float32)
+        out_BN += log_sum_exp(own_BN, 1)[:, None]
+    tl.store(out_ptr + t64 * N + n64, out_BN, mask=inside)
+    if K > 0:
+        by_BN = tl.where((n < N)[None, :], log_p_BN, float("-inf"))
+        store_selected(by_BN, log_p_BN, n, t, live, weights_ptr, indices_ptr, gate_scale, K, K_PAD, NORMALISE)
+
+
+@triton.jit
+def _by_token_kernel(
     mean_ptr, shift_ptr, log_sd_ptr, factor_ptr, own_ptr, eps_ptr, out_ptr, weights_ptr, indices_ptr,
     tokens, scale, gate_scale,
     mean_t, mean_n, shift_t, shift_n, log_sd_t, log_sd_n, factor_t, factor_n, factor_r, own_t, own_n,
@@ -41,8 +121,9 @@ def _low_rank_kernel(
     n64 = n.to(tl.int64)
     r64 = r.to(tl.int64)
     eps_S = eps_ptr + s[None, :] * (N + R)
-    own_eps_NS = tl.load(eps_S + n[:, None], mask=inside[:, None] & (s < S)[None, :], other=0.0)
-    eps_RS = tl.load(eps_S + N + r[:, None], mask=(r < R)[:, None] & (s < S)[None, :], other=0.0)
+    own_eps_NS = tl.load(eps_S + n[:, None], mask=inside[:, None] & (s < S)[None, :], other=0.0).to(tl.float32)
+    if R > 0:
+        eps_RS = tl.load(eps_S + N + r[:, None], mask=(r < R)[:, None] & (s < S)[None, :], other=0.0)
     for b in range(B):
         t = (tl.program_id(0) * B + b).to(tl.int64)
         row = t + tl.arange(0, 1)
@@ -51,12 +132,14 @@ def _low_rank_kernel(
         if SHIFT:
             mean_N += tl.load(shift_ptr + t * shift_t + n64 * shift_n, mask=live, other=0.0).to(tl.float32)
         log_sd_N = tl.load(log_sd_ptr + t * log_sd_t + n64 * log_sd_n, mask=live, other=0.0).to(tl.float32)
-        factor_NR = tl.load(
-            factor_ptr + t * factor_t + n64[:, None] * factor_n + r64[None, :] * factor_r,
-            mask=live[:, None] & (r < R)[None, :],
-            other=0.0,
-        )
-        spread_NS = product(factor_NR, eps_RS, tl.zeros([N_PAD, S_PAD], tl.float32))
+        spread_NS = tl.zeros([N_PAD, S_PAD], tl.float32)
+        if R > 0:
+            factor_NR = tl.load(
+                factor_ptr + t * factor_t + n64[:, None] * factor_n + r64[None, :] * factor_r,
+                mask=live[:, None] & (r < R)[None, :],
+                other=0.0,
+            )
+            spread_NS = product(factor_NR, eps_RS, spread_NS)
         spread_NS += tl.exp(log_sd_N)[:, None] * own_eps_NS
         log_p_N = average_points(mean_N[:, None] + scale * spread_NS, n, s, N, S, LOG_S, SIGMOID)
         out_N = log_p_N
@@ -74,7 +157,7 @@ def _low_rank_kernel(
 def average(
     mean_TN: Tensor,
     log_sd_TN: Tensor,
-    factor_TNR: Tensor,
+    factor_TNR: Tensor | None,
     eps_SE: Tensor,
     scale: float = 1.0,
     *,
@@ -82,40 +165,68 @@ def average(
     own_TN: Tensor | None = None,
     ask: Ask | None = None,
     sigmoid: bool = False,
-    tokens_a_program: int | None = None,
+    shape: tuple[str, int, int] | None = None,
 ) -> Choice:
-    """log E[softmax(l)] (or logit E[sigmoid(l)]), l ~ N(mean + shift, scale^2 (D + V V')); + logsumexp(own) where given."""
+    """log E[softmax(l)] (or logit E[sigmoid(l)]), l ~ N(mean + shift, scale^2 (D + V V')); + logsumexp(own) where given.
+
+    Without `factor_TNR` the posterior is mean-field. `shape` overrides the choice of kernel for tuning: ("token",
+    "expert" or "point", tokens a program, warps).
+    """
     tokens, experts = mean_TN.shape
-    rank, samples = factor_TNR.shape[-1], len(eps_SE)
-    eps_SE = eps_SE.float().contiguous()
+    rank, samples = 0 if factor_TNR is None else factor_TNR.shape[-1], len(eps_SE)
+    eps_SE = eps_SE.contiguous()
+    shift, own = mean_TN if shift_TN is None else shift_TN, mean_TN if own_TN is None else own_TN
+    s_pad, k = pad(samples, 16), 0 if ask is None else ask.k
+    kind, block, warps = shape or _shape(tokens, pad(experts, 16), s_pad, rank)
+    if kind == "expert":
+        assert factor_TNR is not None
+        out_TN = by_expert.average(
+            mean_TN, factor_TNR, log_sd_TN, eps_SE, scale,
+            shift_TN=shift_TN, own_TN=own_TN, sigmoid=sigmoid, block=block, warps=warps,
+        )  # fmt: skip
+        return Choice(out_TN) if ask is None else select_experts(out_TN, out_TN, ask)
     out_TN = torch.empty(tokens, experts, dtype=torch.float32, device=mean_TN.device)
     weights_TK, indices_TK = room(tokens, ask, out_TN)
-    shift, own = mean_TN if shift_TN is None else shift_TN, mean_TN if own_TN is None else own_TN
-    n_pad, s_pad, k = pad(experts, 16), pad(samples, 16), 0 if ask is None else ask.k
-    block = tokens_a_program or (1 if tokens < 4096 else 4)
+    factor: tuple[Any, ...] = ()
+    factor_strides: tuple[int, ...] = ()
+    more = {}
+    if kind == "token":
+        given = log_sd_TN.unsqueeze(-1) if factor_TNR is None else factor_TNR
+        factor, factor_strides = (given,), given.stride()
+        more = {"R": rank, "R_PAD": pad(max(1, rank), 16), "S_PAD": s_pad}
+    kernel = _by_token_kernel if kind == "token" else _by_point_kernel
     with on_device(mean_TN):
-        _low_rank_kernel[(triton.cdiv(tokens, block),)](
-            mean_TN, shift, log_sd_TN, factor_TNR, own, eps_SE, out_TN, weights_TK, indices_TK,
+        kernel[(triton.cdiv(tokens, block),)](
+            mean_TN, shift, log_sd_TN, *factor, own, eps_SE, out_TN, weights_TK, indices_TK,
             tokens, scale, 1.0 if ask is None else ask.scale,
-            *mean_TN.stride(), *shift.stride(), *log_sd_TN.stride(), *factor_TNR.stride(), *own.stride(),
-            N=experts, N_PAD=n_pad, R=rank, R_PAD=pad(rank, 16), S=samples, LOG_S=math.log(samples), S_PAD=s_pad, B=block,
+            *mean_TN.stride(), *shift.stride(), *log_sd_TN.stride(), *factor_strides, *own.stride(),
+            N=experts, N_PAD=pad(experts, 16), S=samples, LOG_S=math.log(samples), B=block,
             SHIFT=shift_TN is not None, OWN=own_TN is not None, SIGMOID=sigmoid,
-            K=k, K_PAD=pad(max(1, k)), NORMALISE=ask is not None and ask.normalise,
-            num_warps=min(16, max(4, n_pad * s_pad // 1024)),
+            K=k, K_PAD=pad(max(1, k)), NORMALISE=ask is not None and ask.normalise, num_warps=warps, **more,
         )  # fmt: skip
     return Choice(out_TN) if ask is None else Choice(out_TN, weights_TK, indices_TK)
+
+
+def _shape(tokens: int, n_pad: int, s_pad: int, rank: int) -> tuple[str, int, int]:
+    if tokens < MANY:
+        return "token", 1, min(16, max(4, n_pad * s_pad // 1024))
+    if rank:
+        return "expert", 32, 1
+    return "point", 8, 2 if n_pad >= 64 else 4
 
 
 def reference(
     mean_TN: Tensor,
     log_sd_TN: Tensor,
-    factor_TNR: Tensor,
+    factor_TNR: Tensor | None,
     eps_SE: Tensor,
     scale: float = 1.0,
     *,
     sigmoid: bool = False,
 ) -> Tensor:
     """The same in float64 by vmoer.integrals."""
+    if factor_TNR is None:
+        factor_TNR = mean_TN.new_zeros(*mean_TN.shape, 0)
     q = LowRank(mean_TN.double(), log_sd_TN.double() + math.log(scale), scale * factor_TNR.double())
     expected = integrals.expected_sigmoid_logit if sigmoid else integrals.log_expected_softmax
     return expected(q, eps_SE.double())

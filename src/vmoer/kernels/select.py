@@ -12,8 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vmoer.kernels._asks import Ask, Choice
-from vmoer.kernels._tiles import log_sum_exp, on_device, pad
-from vmoer.kernels._tiles import select as store_selected
+from vmoer.kernels._tiles import log_sum_exp, on_device, pad, store_selected
 
 
 def room(tokens: int, ask: Ask | None, like: Tensor) -> tuple[Tensor, Tensor]:

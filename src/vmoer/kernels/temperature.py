@@ -21,8 +21,7 @@ from torch import Tensor
 
 from vmoer import noise
 from vmoer.kernels._asks import Ask, Keys, Tempered
-from vmoer.kernels._tiles import log_sum_exp, mix, on_device, pad
-from vmoer.kernels._tiles import select as store_selected
+from vmoer.kernels._tiles import log_sum_exp, mix, on_device, pad, store_selected
 from vmoer.kernels.select import room
 
 MOST_EXPERTS = 1024

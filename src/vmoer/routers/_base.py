@@ -8,7 +8,8 @@ Shapes: T tokens, N experts, D model, H hidden, S samples.
 """
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -21,6 +22,7 @@ from vmoer.errors import InputError
 from vmoer.gates import Gate
 
 Sampling = Literal["fixed", "mc", "delta", "delta-cv"]
+TOGETHER = 2**22  # numbers that the layers of a pass draw in one go, at most
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +61,12 @@ def at_least(bound: float, default: Any) -> Any:
     return field(default=default, metadata={"at_least": bound})
 
 
+@functools.lru_cache(maxsize=64)
+def _on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """Kept, since bringing numbers to a GPU synchronises with it."""
+    return torch.tensor(numbers, device=device)
+
+
 @dataclass(frozen=True)
 class Call:
     """The forward pass a router finds itself in: which tokens these are, and what kind of draw is wanted of them.
@@ -72,19 +80,34 @@ class Call:
     rows_T: Tensor
     step: int | Tensor | None = None
     passes_T: Tensor | None = None
+    layers: Sequence[int] = ()
+    drawn: dict[Any, Tensor] | None = None
+    """Where the attached `layers` keep what they draw in this pass; see `_draw`."""
 
     @property
     def draws(self) -> bool:
         return self.step is not None or self.passes_T is not None
 
-    def _keys(self, seed: int, n: int) -> tuple[noise.Key, ...]:
+    def _draw(self, law: Callable[..., Tensor], seed: int, n: int) -> Tensor:
+        """[T, n] numbers. In a small batch all layers' at once: a hash is a hundred kernels whatever its size, and a draw a
+        function of its keys, so the numbers are the same."""
+        size = len(self.layers) * len(self.positions_T) * n
+        if self.drawn is None or not 0 < size <= TOGETHER or torch.compiler.is_compiling():
+            return law(*self._keys(seed, n, self.layer))
+        kept = (law, seed, n)
+        if kept not in self.drawn:
+            layers_L11 = _on_device(tuple(self.layers), self.positions_T.device)[:, None, None]
+            self.drawn[kept] = law(*self._keys(seed, n, layers_L11))
+        return self.drawn[kept][self.layers.index(self.layer)]
+
+    def _keys(self, seed: int, n: int, layer: noise.Key) -> tuple[noise.Key, ...]:
         lane = torch.arange(n, device=self.positions_T.device)
         position = self.positions_T.unsqueeze(-1)
         if self.step is not None:
-            return seed, 1, self.step, self.layer, self.rows_T.unsqueeze(-1), position, lane
+            return seed, 1, self.step, layer, self.rows_T.unsqueeze(-1), position, lane
         if self.passes_T is not None:
-            return seed, 2, self.passes_T.unsqueeze(-1), self.layer, position, lane
-        return seed, 3, self.layer, position, lane
+            return seed, 2, self.passes_T.unsqueeze(-1), layer, position, lane
+        return seed, 3, layer, position, lane
 
     def keys(self, seed: int) -> kernels.Keys | None:
         """The same for vmoer.kernels.temper; None in training, whose step may be a tensor."""
@@ -95,16 +118,16 @@ class Call:
         return kernels.Keys((seed, 3, self.layer), self.positions_T)
 
     def normal(self, seed: int, n: int) -> Tensor:
-        return noise.normal(*self._keys(seed, n))
+        return self._draw(noise.normal, seed, n)
 
     def gumbel(self, seed: int, n: int, fresh: bool = False) -> Tensor:
         if fresh and not self.draws:
             shape = (len(self.positions_T), n)
             return -torch.empty(shape, device=self.positions_T.device).exponential_().log()
-        return noise.gumbel(*self._keys(seed, n))
+        return self._draw(noise.gumbel, seed, n)
 
     def uniform(self, seed: int, n: int) -> Tensor:
-        return noise.uniform(*self._keys(seed, n))
+        return self._draw(noise.uniform, seed, n)
 
 
 class Posterior(Protocol):
@@ -132,6 +155,8 @@ class Router(nn.Module):
     """A method at one layer. Parameters are float32; `forward` gets float32 logits whatever the model's dtype."""
 
     needs_fit: ClassVar[bool] = False
+    reads_narrow: ClassVar[bool] = False
+    """Whether `forward` takes the logits in the model's dtype on a GPU, for a kernel that widens them as it reads."""
     novelty_basis_RD: Tensor
     novelty_inverse_R: Tensor
     novelty_rest: Tensor
@@ -151,19 +176,37 @@ class Router(nn.Module):
         self.register_buffer("novelty_inverse_R", torch.zeros(0, device=device))
         self.register_buffer("novelty_rest", torch.zeros((), device=device))
 
+    def _apply(self, fn: Any, recurse: bool = True) -> "Router":
+        """The statistics stay in float32 whatever the model is cast to: what is left over is a small difference."""
+        before = {name: getattr(self, name) for name in ("novelty_basis_RD", "novelty_inverse_R", "novelty_rest")}
+        super()._apply(fn, recurse)
+        for name, kept in before.items():
+            now = getattr(self, name)
+            if now.dtype != kept.dtype:
+                setattr(self, name, kept.to(now.device))
+        return self
+
+    @property
+    def replaces(self) -> bool:
+        """Whether `forward` answers for the model's own router, which then need not choose experts itself."""
+        return True
+
     @property
     def fitted(self) -> bool:
         return self.novelty_basis_RD.shape[0] > 0
 
     def novelty(self, u_TD: Tensor) -> Tensor:
         """u' A^-1 u = sum_r (v_r'u)^2 / (lambda_r + damping) + (|u|^2 - sum_r (v_r'u)^2) / damping, [T]."""
+        fused = kernels.novelty(u_TD, self.novelty_basis_RD, self.novelty_inverse_R, self.novelty_rest)
+        if fused is not None:
+            return fused
         u = u_TD.float()
         along_TR = (u @ self.novelty_basis_RD.float().mT).square()
         rest_T = (u.square().sum(-1) - along_TR.sum(-1)).clamp_min(0)
         return (along_TR * self.novelty_inverse_R.float()).sum(-1) + rest_T * self.novelty_rest.float()
 
     def linear(self, x: Tensor, layer: nn.Linear) -> Tensor:
-        """In float32 where gradients flow; in the model's dtype, with float32 accumulation, at inference (settled 6)."""
+        """In float32 where gradients flow; in the model's dtype, with float32 accumulation, at inference."""
         if torch.is_grad_enabled() and layer.weight.requires_grad:
             return F.linear(x.to(layer.weight.dtype), layer.weight, layer.bias)
         bias = layer.bias.to(x.dtype) if layer.bias is not None else None
@@ -171,19 +214,29 @@ class Router(nn.Module):
 
 
 class Points(nn.Module):
-    """The fixed points a router averages over, kept in float32 whatever the model is cast to."""
+    """The fixed points a router averages over, kept in float32 whatever the model is cast to.
+
+    They are rounded to bfloat16, which makes them no worse as points and lets a GPU multiply them exactly.
+    """
 
     eps_SE: Tensor
+    narrow_SE: Tensor
 
     def __init__(self, samples: int, dim: int, seed: int, device: torch.device) -> None:
         super().__init__()
         self.samples, self.dim, self.seed = samples, dim, seed
-        self.register_buffer("eps_SE", noise.sobol_normal(samples, dim, seed).to(device), persistent=False)
+        for name in ("eps_SE", "narrow_SE"):
+            self.register_buffer(name, torch.empty(0, device=device), persistent=False)
+        self._fill(device)
+
+    def _fill(self, device: torch.device) -> None:
+        self.narrow_SE = noise.sobol_normal(self.samples, self.dim, self.seed).to(torch.bfloat16).to(device)
+        self.eps_SE = self.narrow_SE.float()
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Points":
         super()._apply(fn, recurse)
-        if self.eps_SE.dtype != torch.float32:
-            self.eps_SE = noise.sobol_normal(self.samples, self.dim, self.seed).to(self.eps_SE.device)
+        if self.eps_SE.dtype != torch.float32 or self.narrow_SE.dtype != torch.bfloat16:
+            self._fill(self.eps_SE.device)
         return self
 
     def forward(self) -> Tensor:

@@ -5,7 +5,7 @@ inference     p = (1/S) sum_s softmax(l_s) over S fixed points; log p + logsumex
 """
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -36,12 +36,14 @@ class GaussianPosterior:
     center_TN: Tensor
     prior_scale: float
     eps: Tensor | None
+    shift_TN: Tensor | None = None
+    """What is still to be added to q's mean: the kernels take both, so that the sum is written by whoever asks for it."""
 
     def divergence(self) -> Tensor:
-        return self.q.wide().kl(self.center_TN, self.prior_scale)
+        return self.q.wide().moved(self.shift_TN).kl(self.center_TN.float(), self.prior_scale)
 
     def signals(self) -> dict[str, Tensor]:
-        q = self.q.wide()
+        q = self.q.wide().moved(self.shift_TN)
         out = {"logit_variance": q.trace()}
         if self.eps is not None and self.eps.shape[-2] > 1:
             out["mc_logit_variance"] = integrals.sample_variance(q, self.eps)
@@ -49,26 +51,28 @@ class GaussianPosterior:
 
 
 class GaussianRouter(Router):
+    reads_narrow = True
     noise_dim: int
 
     def add_points(self, device: torch.device) -> None:
         self.points = Points(self.config.samples, self.noise_dim, self.config.seed + self.layer, device)
 
-    def route(self, q: Gaussian, logits_TN: Tensor, call: Call) -> Routing:
+    def route(self, q: Gaussian, logits_TN: Tensor, call: Call, shift_TN: Tensor | None = None) -> Routing:
+        """Experts for a posterior `q` whose mean is to be moved by `shift_TN`."""
         config = cast(GaussianConfig, self.config)
         if call.draws:
-            q = q.wide()
+            q, logits_TN = q.wide().moved(shift_TN), logits_TN.float()
             sample_TN = q.sample(call.normal(config.seed, self.noise_dim))
             return Routing(sample_TN, sample_TN, GaussianPosterior(q, logits_TN, config.prior_scale, None))
         eps: Tensor | None = self.points()
         if config.sampling == "mc":
             eps = torch.randn(len(logits_TN), config.samples, self.noise_dim, device=logits_TN.device)
         if config.sampling == "fixed" and self.gate.scoring.score == "softmax":
-            fused = kernels.average(q, eps, own_TN=logits_TN, ask=self.gate.scoring.ask())
+            fused = kernels.average(q, self.points.narrow_SE, shift_TN=shift_TN, own_TN=logits_TN, ask=self.gate.ask())
             if fused is not None:
-                posterior = GaussianPosterior(q, logits_TN, config.prior_scale, eps)
+                posterior = GaussianPosterior(q, logits_TN, config.prior_scale, eps, shift_TN)
                 return Routing(fused.logits_TN, fused.logits_TN, posterior, given=fused.chosen)
-        q = q.wide()
+        q, logits_TN = q.wide().moved(shift_TN), logits_TN.float()
         rule = config.sampling if config.sampling in ("delta", "delta-cv") else "points"
         averaged_TN = self.gate.expected_logits(q, None if rule == "delta" else eps, cast(Any, rule), logits_TN)
         return Routing(averaged_TN, averaged_TN, GaussianPosterior(q, logits_TN, config.prior_scale, eps))
@@ -79,6 +83,9 @@ class AmortisedRouter(GaussianRouter):
 
     The heads are one matrix whose rows are split among mean and covariance, so that they cost one product.
     """
+
+    entry_by_entry: ClassVar[bool] = False
+    """Whether the kernels like this method's outputs best as W h', each entry's tokens side by side."""
 
     def __init__(self, config: Any, gate: Gate, weight_ND: Tensor | None, layer: int, device: torch.device) -> None:
         super().__init__(config, gate, weight_ND, layer, device)
@@ -106,5 +113,14 @@ class AmortisedRouter(GaussianRouter):
 
     def infer(self, u_TD: Tensor) -> tuple[Tensor, ...]:
         """The heads' outputs split by `head_sizes`: in float32, but on a GPU, where the kernels read the model's dtype."""
-        out = self.linear(torch.relu(self.linear(u_TD, self.backbone)), self.heads)
+        features_TH = torch.relu(self.linear(u_TD, self.backbone))
+        if (
+            self.entry_by_entry
+            and len(u_TD) >= kernels.MANY
+            and kernels.available(features_TH)
+            and not torch.is_grad_enabled()
+        ):
+            out = (self.heads.weight.to(features_TH.dtype) @ features_TH.mT).mT
+        else:
+            out = self.linear(features_TH, self.heads)
         return (out if kernels.available(out) else out.float()).split(self.head_sizes(), dim=-1)

@@ -9,6 +9,10 @@ from vmoer.routers._base import Call, Config, Router
 
 
 class DeterministicRouter(Router):
+    @property
+    def replaces(self) -> bool:
+        return False
+
     def forward(self, u_TD: Tensor, logits_TN: Tensor, call: Call, weight_ND: Tensor | None) -> None:
         return None
 

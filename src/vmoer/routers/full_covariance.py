@@ -15,14 +15,16 @@ from vmoer.routers._gaussian import AmortisedRouter, GaussianConfig
 
 
 class FullCovarianceRouter(AmortisedRouter):
+    entry_by_entry = True
+
     def head_sizes(self) -> list[int]:
         self.noise_dim = n = self.gate.num_experts
         return [n, n * (n + 1) // 2]
 
     def forward(self, u_TD: Tensor, logits_TN: Tensor, call: Call, weight_ND: Tensor | None) -> Routing:
         shift_TN, raw_TC = self.infer(u_TD)
-        q = Cholesky(logits_TN + shift_TN, raw_TC, scale=self.config.prior_scale)
-        return self.route(q, logits_TN, call)
+        q = Cholesky(logits_TN, raw_TC, scale=self.config.prior_scale)
+        return self.route(q, logits_TN, call, shift_TN)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,6 +22,11 @@ from vmoer.routers._gaussian import GaussianConfig, GaussianRouter
 
 class LaplaceRouter(GaussianRouter):
     needs_fit = True
+
+    @property
+    def replaces(self) -> bool:
+        return self.fitted
+
     factor_NN: Tensor
 
     def __init__(self, config: Any, gate: Gate, weight_ND: Tensor | None, layer: int, device: torch.device) -> None:

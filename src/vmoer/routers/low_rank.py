@@ -6,7 +6,6 @@
 A Cholesky head costs H N^2 / 2 parameters a layer; this one H N (R + 2). Rank 0 is the mean-field router.
 """
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -18,6 +17,8 @@ from vmoer.routers._gaussian import AmortisedRouter, GaussianConfig
 
 
 class LowRankRouter(AmortisedRouter):
+    entry_by_entry = True
+
     def head_sizes(self) -> list[int]:
         n = self.gate.num_experts
         self.noise_dim = n + self.config.rank
@@ -26,11 +27,8 @@ class LowRankRouter(AmortisedRouter):
     def forward(self, u_TD: Tensor, logits_TN: Tensor, call: Call, weight_ND: Tensor | None) -> Routing:
         shift_TN, log_sd_TN, factor = self.infer(u_TD)
         factor_TNR = factor.unflatten(-1, (shift_TN.shape[-1], self.config.rank))
-        if self.config.prior_scale != 1:
-            log_sd_TN = math.log(self.config.prior_scale) + log_sd_TN.float()
-            factor_TNR = self.config.prior_scale * factor_TNR.float()
-        q = LowRankGaussian(logits_TN + shift_TN, log_sd_TN, factor_TNR)
-        return self.route(q, logits_TN, call)
+        q = LowRankGaussian(logits_TN, log_sd_TN, factor_TNR, scale=self.config.prior_scale)
+        return self.route(q, logits_TN, call, shift_TN)
 
 
 @dataclass(frozen=True, kw_only=True)

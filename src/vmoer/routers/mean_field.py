@@ -7,7 +7,6 @@
 (mean-only), "variance" trains sigma alone, "nothing" is untrained noise of size s0 (fixed-noise).
 """
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -43,14 +42,12 @@ class MeanFieldRouter(AmortisedRouter):
         if shift_TN is None or shift_TN.shape[-1] == 0:
             shift_TN = torch.zeros_like(logits_TN)
         if self.config.learn == "mean":
-            moved_TN = logits_TN + shift_TN
+            moved_TN = logits_TN.float() + shift_TN
             return Routing(moved_TN, moved_TN, PointPosterior(shift_TN, self.config.prior_scale))
         if log_sd_TN is None:
             log_sd_TN = torch.zeros_like(logits_TN)
-        if self.config.prior_scale != 1:
-            log_sd_TN = math.log(self.config.prior_scale) + log_sd_TN.float()
-        q = Diagonal(logits_TN + shift_TN, log_sd_TN)
-        return self.route(q, logits_TN, call)
+        q = Diagonal(logits_TN, log_sd_TN, scale=self.config.prior_scale)
+        return self.route(q, logits_TN, call, shift_TN)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,11 @@
     T(u) = T_min + (1 - T_min) s (1 + a) / (1 + a s),   s = softplus(MLP(u)) / softplus(0),   a = (1 - T_min) / (T_max - 1)
     z ~ Sample-K(softmax(l / T(u))) = Top-K(l / T + gumbel),    weights from the unperturbed l / T
 
-T lies between T_min and T_max and is 1 at the start, where the MLP's last layer is zero.
+T lies between T_min and T_max and is `prior_mean` at the start, where the MLP's last layer is zero but for its bias; that is 1
+in the paper, and 1 here unless asked otherwise.
+
+`weights`: "scaled" takes the weights from l / T (the paper's), so that T -> 0 gives the model's own experts at sharper weights;
+"own" takes them from l, so that T says how freely experts are drawn and nothing else, and T -> 0 is the model itself.
 
 The paper's algorithm divides l + gumbel by T, which leaves the ranking, and so the law of z, untouched by T; l / T + gumbel
 is exactly Sample-K of softmax(l / T), and is used in training and at inference alike.
@@ -15,7 +19,8 @@ estimator is biased, as every straight-through estimator is; tests compare it wi
 `regulariser`, summed into the loss with weight beta:
     neg_log_t   -log T                        the paper's; unbounded below, drives T up without limit
     entropy     KL(softmax(l / T) || uniform) the exact divergence that -log T stands in for
-    lognormal   (log T)^2 / (2 prior_sd^2)    a proper prior, log T ~ N(0, prior_sd^2), up to a constant
+    lognormal   (log T - log prior_mean)^2 / (2 prior_sd^2)
+                                              a proper prior, log T ~ N(log prior_mean, prior_sd^2), up to a constant
 """
 
 import math
@@ -27,6 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vmoer import kernels
+from vmoer.errors import InputError
 from vmoer.gates import Gate
 from vmoer.routers._base import Call, Config, Router, Routing, Sampling, at_least, choice
 
@@ -37,13 +43,14 @@ class TemperaturePosterior:
     logits_TN: Tensor
     regulariser: str
     prior_sd: float
+    prior_mean: float = 1.0
 
     def divergence(self) -> Tensor:
         if self.regulariser == "neg_log_t":
             return -self.temperature_T.log()
         if self.regulariser == "lognormal":
-            return self.temperature_T.log().square() / (2 * self.prior_sd**2)
-        log_p_TN = torch.log_softmax(self.logits_TN / self.temperature_T.unsqueeze(-1), -1)
+            return (self.temperature_T / self.prior_mean).log().square() / (2 * self.prior_sd**2)
+        log_p_TN = torch.log_softmax(self.logits_TN.float() / self.temperature_T.unsqueeze(-1), -1)
         return (log_p_TN.exp() * log_p_TN).sum(-1) + math.log(self.logits_TN.shape[-1])
 
     def signals(self) -> dict[str, Tensor]:
@@ -51,6 +58,8 @@ class TemperaturePosterior:
 
 
 class VariationalTemperatureRouter(Router):
+    reads_narrow = True
+
     def __init__(self, config: Any, gate: Gate, weight_ND: Tensor | None, layer: int, device: torch.device) -> None:
         super().__init__(config, gate, weight_ND, layer, device)
         hidden = gate.hidden_size // 4
@@ -62,8 +71,8 @@ class VariationalTemperatureRouter(Router):
             with torch.no_grad():
                 for p in self.backbone.parameters():
                     p.copy_(torch.empty(p.shape).uniform_(-bound, bound, generator=generator))
-                for p in self.head.parameters():
-                    p.zero_()
+                self.head.weight.zero_()
+                self.head.bias.fill_(self._inverse(config.prior_mean))
 
     def unbounded(self, u_TD: Tensor) -> Tensor:
         return self.linear(torch.relu(self.linear(u_TD, self.backbone)), self.head).squeeze(-1)
@@ -75,21 +84,32 @@ class VariationalTemperatureRouter(Router):
         a = (1 - low) / (high - 1)
         return low + (1 - low) * s_T * ((1 + a) / (1 + a * s_T))
 
+    def _inverse(self, temperature: float) -> float:
+        """What the head says where T is this; 0 for 1, exactly."""
+        low, high = self.config.t_min, self.config.t_max
+        a, share = (1 - low) / (high - 1), (temperature - low) / (1 - low)
+        return math.log(math.expm1(math.log(2) * share / (1 + a - a * share))) if temperature != 1 else 0.0
+
     def forward(self, u_TD: Tensor, logits_TN: Tensor, call: Call, weight_ND: Tensor | None) -> Routing:
         config = self.config
-        if (keys := call.keys(config.seed)) is not None and kernels.available(u_TD) and config.sampling == "fixed":
-            bounds, ask = (config.t_min, config.t_max), self.gate.scoring.ask()
+        fixed = config.sampling == "fixed" and config.weights == "scaled"
+        if fixed and (keys := call.keys(config.seed)) is not None and kernels.available(u_TD):
+            bounds, ask = (config.t_min, config.t_max), self.gate.ask()
             fused = kernels.temper(logits_TN, self.unbounded(u_TD), keys, bounds=bounds, ask=ask)
             if fused is not None:
-                posterior = TemperaturePosterior(fused.temperature_T, logits_TN, config.regulariser, config.prior_sd)
+                posterior = self._posterior(fused.temperature_T, logits_TN)
                 return Routing(fused.select_TN, fused.scaled_TN, posterior, given=fused.chosen)
-        temperature_T = self.temperature(u_TD)
+        temperature_T, logits_TN = self.temperature(u_TD), logits_TN.float()
         scaled_TN = logits_TN / temperature_T.unsqueeze(-1)
         gumbel_TN = call.gumbel(self.config.seed, logits_TN.shape[-1], fresh=self.config.sampling == "mc")
-        posterior = TemperaturePosterior(temperature_T, logits_TN, self.config.regulariser, self.config.prior_sd)
         # l + T g ranks as l / T + g does, at the scale that a gate's correction bias was made for
         perturbed_TN = logits_TN + temperature_T.detach().unsqueeze(-1) * gumbel_TN
-        return Routing(perturbed_TN, scaled_TN, posterior, relaxed_TN=scaled_TN + gumbel_TN)
+        weight_TN = scaled_TN if config.weights == "scaled" else logits_TN
+        return Routing(perturbed_TN, weight_TN, self._posterior(temperature_T, logits_TN), scaled_TN + gumbel_TN)
+
+    def _posterior(self, temperature_T: Tensor, logits_TN: Tensor) -> TemperaturePosterior:
+        c = self.config
+        return TemperaturePosterior(temperature_T, logits_TN, c.regulariser, c.prior_sd, c.prior_mean)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,4 +122,13 @@ class VariationalTemperature(Config):
     t_max: float = at_least(1.000001, 10.0)
     regulariser: str = choice("lognormal", "neg_log_t", "entropy", "lognormal")
     prior_sd: float = at_least(1e-6, 0.5)
+    prior_mean: float = at_least(1e-6, 1.0)
+    weights: str = choice("scaled", "scaled", "own")
     sampling: Sampling = choice("fixed", "fixed", "mc")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.t_min < self.prior_mean < self.t_max:
+            raise InputError(
+                f"prior_mean={self.prior_mean!r} must lie between t_min {self.t_min} and t_max {self.t_max}"
+            )

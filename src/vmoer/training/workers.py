@@ -17,6 +17,13 @@ from torch import Tensor, nn
 from vmoer import gates
 from vmoer.errors import InputError
 
+NO_FSDP1 = "FSDP1 flattens parameters and cannot train routers alone: launch with --fsdp_version 2"
+
+
+def sharding_asked() -> bool:
+    """Whether the launcher was told to shard (`distributed_type: FSDP`, `--use_fsdp`)."""
+    return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("true", "1")
+
 
 @dataclass(frozen=True)
 class Workers:
@@ -34,10 +41,10 @@ class Workers:
         state = PartialState(
             cpu=not torch.accelerator.is_available()
         )  # else several CPU processes each take themselves for one
-        fsdp = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("true", "1")
-        if fsdp and os.environ.get("FSDP_VERSION", "2") != "2":
-            raise InputError("FSDP1 flattens parameters and cannot train routers alone: launch with --fsdp_version 2")
-        return cls(state.process_index, state.num_processes, state.device, fsdp and state.num_processes > 1)
+        if sharding_asked() and os.environ.get("FSDP_VERSION", "2") != "2":
+            raise InputError(NO_FSDP1)
+        sharded = sharding_asked() and state.num_processes > 1
+        return cls(state.process_index, state.num_processes, state.device, sharded)
 
     @property
     def main(self) -> bool:

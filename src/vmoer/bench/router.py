@@ -1,20 +1,20 @@
 """One router by itself: against its floor on a GPU, against the paper's listing on a CPU.
 
-python benchmarks/router.py            the CPU's ratio at 2,048 tokens, N = 40, S = 35
+python -m vmoer.bench.router            the CPU's ratio at 2,048 tokens, N = 40, S = 35
 """
 
 import statistics
 from typing import Any
 
 import torch
-from listing import Listing
-from measure import interleaved
 from torch import nn
 from transformers import AutoConfig
 from transformers.models.granitemoe import modeling_granitemoe
 
 import vmoer
 from vmoer.attach import VariationalGate
+from vmoer.bench.listing import Listing
+from vmoer.bench.measure import interleaved
 
 
 class _Layer(nn.Module):
@@ -31,7 +31,7 @@ class OneRouter(nn.Module):
         config = AutoConfig.for_model(
             "granitemoe", hidden_size=hidden, num_local_experts=experts, num_experts_per_tok=k
         )
-        block = nn.Module()
+        block: Any = nn.Module()
         block.router = modeling_granitemoe.GraniteMoeTopKRouter(config)
         nn.init.normal_(block.router.weight, std=hidden**-0.5)
         block.experts = nn.Identity()

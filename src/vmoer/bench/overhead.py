@@ -1,0 +1,372 @@
+"""What variational routing costs: every method against the plain model, in one process, interleaved.
+
+    vmoer bench --out results/overhead/h200.json             all geometries, on a GPU
+    vmoer bench --geometries granite-3b --quick              a first look
+    vmoer bench --out results/overhead/cpu.json              without a GPU: a reduced geometry
+
+Writes `{"machine": ..., "ceilings": ..., "rows": [...], "routers": [...]}` and a Markdown table beside it. A row is
+{geometry, method, phase: prefill|decode|answer, launch: eager|graph, tokens, batch, time_ratio, low, high, seconds,
+memory_ratio};
+ratios are medians and quartiles over rounds of (method / plain model) within a round. Geometries already in the file and not
+measured again are kept. Weights are random and in bfloat16, the attached routers' too, as a model cast for inference has
+them; prefill asks for the last token's logits, as generation does. The row `novelty` is the plain model with its signals
+recorded, novelty at rank 128 among them; the phase `answer` has `answer-32`, the answers of a prompt averaged over 32 routing
+samples of its last token, against one pass over the same prompts.
+"""
+
+import gc
+import json
+import platform
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+import vmoer
+from vmoer import kernels
+from vmoer.bench.geometries import GEOMETRIES, SMALL, Geometry, twin
+from vmoer.bench.listing import Listing
+from vmoer.bench.measure import Work, captured, ceilings, interleaved, ratio
+from vmoer.bench.router import floor, routers
+from vmoer.files import write_bytes, write_json
+
+CONTEXT = 1024  # tokens in the cache a decode step attends to
+PLAIN = "map"
+RANK, PASSES = 128, 32  # of novelty, of answer averaging
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+KNOWN = GEOMETRIES if DEVICE == "cuda" else SMALL
+
+
+def configurations(layers: list[int]) -> dict[str, Any]:
+    return {
+        "vglr-mf": vmoer.MeanField(layers=layers),
+        "vglr-fc": vmoer.FullCovariance(layers=layers),
+        "vglr-lr": vmoer.LowRank(layers=layers),
+        "vtsr": vmoer.VariationalTemperature(layers=layers),
+        "mcdr": vmoer.MCDropout(layers=layers, samples=35),
+        "listing": Listing(layers=layers, samples=35),
+        "swag": vmoer.SWAG(layers=layers, samples=35),
+    }
+
+
+def attached(model: nn.Module, config: Any) -> nn.Module:
+    """The same weights with the method on them, in the state it would have after training: random heads, snapshots taken."""
+    other = vmoer.attach(twin(model), config)
+    generator = torch.Generator(device=DEVICE).manual_seed(0)
+    for gate in routers(other):
+        method = gate.vmoer
+        for parameter in method.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, device=DEVICE)
+            parameter.data.add_(noise * 0.02 * parameter.shape[-1] ** -0.5)
+        if hasattr(method, "collect"):
+            for _ in range(config.rank):
+                method.delta.data.add_(torch.randn(method.delta.shape, generator=generator, device=DEVICE) * 1e-3)
+                method.collect()
+        method.to(DTYPE)
+    return other.eval().requires_grad_(False)
+
+
+def own_bytes(model: nn.Module) -> int:
+    tensors = [x for gate in routers(model) for x in (*gate.vmoer.parameters(), *gate.vmoer.buffers())]
+    return sum(x.numel() * x.element_size() for x in tensors)
+
+
+class FullCache:
+    """A key-value cache of fixed length whose last slot is written again at every step: a decode step, over and over."""
+
+    is_compileable = False
+
+    def __init__(self, config: Any, batch: int) -> None:
+        heads = config.num_key_value_heads
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        shape = (batch, heads, CONTEXT, size)
+        self.layers = [
+            (torch.randn(shape, device=DEVICE, dtype=DTYPE), torch.randn(shape, device=DEVICE, dtype=DTYPE))
+            for _ in range(config.num_hidden_layers)
+        ]
+
+    def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        past_keys, past_values = self.layers[layer]
+        past_keys[:, :, -1:] = keys
+        past_values[:, :, -1:] = values
+        return past_keys, past_values
+
+    def get_seq_length(self, *_: Any) -> int:
+        return CONTEXT - 1
+
+
+class Prefill:
+    def __init__(self, model: nn.Module, tokens: int) -> None:
+        length = min(1024, tokens)
+        generator = torch.Generator(device=DEVICE).manual_seed(tokens)
+        vocabulary = model.config.vocab_size  # type: ignore[union-attr]
+        self.ids = torch.randint(vocabulary, (tokens // length, length), generator=generator, device=DEVICE)  # type: ignore[arg-type]
+        self.batch = len(self.ids)
+
+    def of(self, model: nn.Module) -> Any:
+        return lambda: model(input_ids=self.ids, use_cache=False, logits_to_keep=1).logits
+
+
+class Decode:
+    def __init__(self, model: nn.Module, batch: int) -> None:
+        self.batch = batch
+        self.cache = FullCache(model.config, batch)
+        self.ids = torch.randint(1000, (batch, 1), device=DEVICE)
+        self.positions = torch.full((batch, 1), CONTEXT - 1, device=DEVICE)
+        self.mask = torch.ones(batch, 1, 1, CONTEXT, dtype=torch.bool, device=DEVICE)
+
+    def of(self, model: nn.Module) -> Any:
+        return lambda: (
+            model(
+                input_ids=self.ids,
+                attention_mask=self.mask,
+                position_ids=self.positions,
+                past_key_values=self.cache,
+                use_cache=True,
+                logits_to_keep=1,
+            ).logits
+        )
+
+
+def timed(works: dict[str, Work], graph: bool, rounds: int, about: dict[str, Any]) -> list[dict[str, Any]]:
+    """One row a method. Where a method cannot run (captured, or at all) its row says why."""
+    variants, failed = {}, {}
+    for name, run in works.items():
+        try:
+            if not bool(run().isfinite().all()):
+                raise RuntimeError("the logits are not finite")
+            variants[name] = captured(run) if graph else run
+        except Exception as error:
+            traceback.print_exc()
+            failed[name] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+            clean()
+    rows = []
+    if PLAIN in variants:
+        times = interleaved(variants, DEVICE, rounds, repeats=8 if graph else 1)
+        for name, values in times.items():
+            middle, low, high = ratio(values, times[PLAIN])
+            spread = {"time_ratio": middle, "low": low, "high": high, "seconds": statistics.median(values)}
+            rows.append({**about, "launch": "graph" if graph else "eager", "method": name, **spread})
+    blank = {"time_ratio": None, "low": None, "high": None, "seconds": None}
+    rows += [
+        {**about, "launch": "graph" if graph else "eager", "method": name, **blank, "error": why}
+        for name, why in failed.items()
+    ]
+    return rows
+
+
+def recorded(model: nn.Module, run: Work) -> Work:
+    """The same inside `vmoer.record`: signals are computed for every token."""
+
+    def work() -> Tensor:
+        with vmoer.record(model):
+            return run()
+
+    return work
+
+
+def answers(geometry: str, plain: nn.Module, model: nn.Module, tokens: int, rounds: int) -> list[dict[str, Any]]:
+    """Answers averaged over PASSES routing samples of the last token, against one pass over the same prompts."""
+    prefill = Prefill(plain, tokens)
+    works = {PLAIN: prefill.of(plain), "vglr-fc": prefill.of(model)}
+    works[f"answer-{PASSES}"] = lambda: vmoer.predict(
+        model, {"input_ids": prefill.ids}, averaging="answer", passes=PASSES
+    )
+    about = {"geometry": geometry, "phase": "answer", "tokens": tokens, "batch": prefill.batch}
+    return timed(works, DEVICE == "cuda", rounds, about)
+
+
+def clean() -> None:
+    gc.collect()
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
+
+def peak(models: dict[str, nn.Module], work: Prefill) -> dict[str, float]:
+    """Peak memory of a prefill relative to the plain model's: its weights, the method's own, and what the pass allocates."""
+    if DEVICE == "cpu":
+        return {}
+    weights = sum(p.numel() * p.element_size() for p in models[PLAIN].parameters())
+    total = {}
+    for name, model in models.items():
+        clean()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        try:
+            work.of(model)()
+        except torch.cuda.OutOfMemoryError:
+            continue
+        total[name] = weights + own_bytes(model) + torch.cuda.max_memory_allocated() - before
+    return {name: value / total[PLAIN] for name, value in total.items()}
+
+
+def router_alone(
+    models: dict[str, nn.Module], geometry: Geometry, tokens: int, rounds: int, ceiling: dict[str, float]
+) -> list[dict[str, Any]]:
+    """Each method's router on random states, by graph replay where that is possible, beside its floor."""
+    hidden = geometry.config["hidden_size"]
+    states = torch.randn(tokens, hidden, device=DEVICE, dtype=DTYPE)
+    layer = geometry.layers()[0]
+    path = next(name for name, m in models["vglr-fc"].named_modules() if m is routers(models["vglr-fc"])[0])
+    variants = {}
+    for name, model in models.items():
+        router = model.get_submodule(path)
+
+        def run(router: nn.Module = router) -> Any:
+            return router(states)
+
+        try:
+            run()
+            variants[name] = captured(run) if DEVICE == "cuda" else run
+        except Exception:
+            clean()
+            variants[name] = run
+    experts = geometry.config.get("num_local_experts") or geometry.config["num_experts"]
+    times = interleaved(variants, DEVICE, rounds, repeats=8 if DEVICE == "cuda" else 1)
+    rows = []
+    for name, values in times.items():
+        least = floor(name, tokens, hidden, experts, ceiling)
+        median = statistics.median(values)
+        rows.append(
+            {
+                "method": name,
+                "layer": layer,
+                "tokens": tokens,
+                "seconds": median,
+                "plain_seconds": statistics.median(times[PLAIN]),
+                "floor_seconds": least,
+                "over_floor": None if least is None else median / least,
+            }
+        )
+    return rows
+
+
+def measure(name: str, geometry: Geometry, quick: bool, ceiling: dict[str, float]) -> dict[str, list[dict[str, Any]]]:
+    start = time.perf_counter()
+    plain = geometry.build(DEVICE, DTYPE)
+    models = {PLAIN: plain}
+    for key, config in configurations(geometry.layers()).items():
+        models[key] = attached(plain, config)
+    novelty = vmoer.attach(twin(plain), vmoer.Deterministic(layers=geometry.layers())).eval().requires_grad_(False)
+    vmoer.fit(novelty, [{"input_ids": Prefill(plain, 4096 if DEVICE == "cuda" else 256).ids}], rank=RANK)
+    print(f"{name}: built in {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
+    gpu = DEVICE == "cuda"
+    rounds = 3 if quick else 7
+    sizes = ([1024, 16384] if quick else [1024, 4096, 16384]) if gpu else [256, 1024]
+    rows, memory = [], {}
+    for tokens in sizes:
+        prefill = Prefill(plain, tokens)
+        works = {name: prefill.of(model) for name, model in models.items()}
+        memory[tokens] = peak(models, prefill)
+        about = {"geometry": name, "phase": "prefill", "tokens": tokens, "batch": prefill.batch}
+        if tokens == sizes[-1]:
+            works["novelty"] = recorded(novelty, prefill.of(novelty))
+        rows += timed(works, False, rounds + (4 if tokens == sizes[-1] and not quick else 0), about)
+        if gpu and tokens <= 1024:
+            rows += timed(works, True, rounds, about)
+        clean()
+    rows += answers(name, plain, models["vglr-fc"], sizes[-1], rounds)
+    for batch in ([16] if quick else [1, 16, 64]) if gpu else [1, 4]:
+        decode = Decode(plain, batch)
+        about = {"geometry": name, "phase": "decode", "tokens": batch, "batch": batch}
+        works = {name: decode.of(model) for name, model in models.items()}
+        rows += timed(works, gpu, rounds if gpu else 5, about)
+        del decode
+        clean()
+    for row in rows:
+        ratios = memory.get(row["tokens"], {}) if row["phase"] == "prefill" else {}
+        row["memory_ratio"] = ratios.get(row["method"])
+    alone = [{"geometry": name, **row} for row in router_alone(models, geometry, sizes[-1], rounds, ceiling)]
+    print(f"{name}: {time.perf_counter() - start:.0f} s in all", file=sys.stderr, flush=True)
+    return {"rows": rows, "routers": alone}
+
+
+def machine() -> dict[str, Any]:
+    try:
+        import triton
+
+        triton_version = triton.__version__
+    except ImportError:
+        triton_version = None
+    return {
+        "device": torch.cuda.get_device_name() if DEVICE == "cuda" else platform.processor() or platform.machine(),
+        "threads": torch.get_num_threads(),
+        "dtype": str(DTYPE).removeprefix("torch."),
+        "kernels": kernels.enabled,
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "triton": triton_version,
+            "vmoer": vmoer.__version__,
+        },
+    }
+
+
+def table(report: dict[str, Any]) -> str:
+    """Overhead in percent, a line a method; memory of the largest prefill; the router alone in microseconds over its floor."""
+    where = report["machine"]
+    versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
+    lines = [f"# Overhead on {where['device']} ({where['dtype']}; {versions})", ""]
+    lines += [
+        "Percent over the plain model, median of paired rounds (quartiles in the JSON); `g` marks CUDA-graph replay. Memory:",
+        "peak of the largest prefill. Router alone: microseconds at the largest prefill, and times its floor.",
+    ]
+    for geometry in dict.fromkeys(row["geometry"] for row in report["rows"]):
+        rows = [row for row in report["rows"] if row["geometry"] == geometry]
+        columns = list(dict.fromkeys((r["phase"], r["tokens"], r["launch"]) for r in rows))
+        heads = [f"{phase} {tokens}{' g' if launch == 'graph' else ''}" for phase, tokens, launch in columns]
+        lines += ["", f"## {geometry}", "", "| method | " + " | ".join(heads) + " | memory | router us | x floor |"]
+        lines += ["|---" * (len(columns) + 4) + "|"]
+        largest = max(row["tokens"] for row in rows if row["phase"] == "prefill")
+        for method in dict.fromkeys(row["method"] for row in rows):
+            own = {(r["phase"], r["tokens"], r["launch"]): r for r in rows if r["method"] == method}
+            alone = next((r for r in report["routers"] if (r["geometry"], r["method"]) == (geometry, method)), None)
+            cells = []
+            for column in columns:
+                row = own.get(column)
+                cells.append(
+                    "-" if row is None or row["time_ratio"] is None else f"{100 * (row['time_ratio'] - 1):+.2f}"
+                )
+            memory = own.get(("prefill", largest, "eager"), {}).get("memory_ratio")
+            cells.append("-" if memory is None else f"{100 * (memory - 1):+.2f}")
+            cells.append("-" if alone is None else f"{1e6 * alone['seconds']:.0f}")
+            cells.append("-" if alone is None or alone["over_floor"] is None else f"{alone['over_floor']:.1f}")
+            lines.append(f"| {method} | " + " | ".join(cells) + " |")
+        plain = [r for r in rows if r["method"] == PLAIN and r["seconds"]]
+        shown = ", ".join(f"{r['phase']} {r['tokens']} {1e3 * r['seconds']:.1f}" for r in plain)
+        lines += ["", f"Plain model, ms: {shown}."]
+        failed = {(r["method"], r["error"]) for r in rows if r.get("error")}
+        lines += [f"Did not run: {method} ({why})." for method, why in sorted(failed)]
+    return "\n".join(lines) + "\n"
+
+
+def run(names: list[str], out: Path | None, quick: bool, say: Callable[[str], object]) -> dict[str, Any]:
+    """Measure geometries; what a file holds of others is kept."""
+    # transformers looks for packed rows on the host, which would forbid a graph; there are none here
+    transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    report: dict[str, Any] = {"machine": machine(), "ceilings": ceilings(DEVICE), "rows": [], "routers": []}
+    if out is not None and out.exists():
+        before = json.loads(out.read_text())
+        for key in ("rows", "routers"):
+            report[key] = [row for row in before.get(key, []) if row["geometry"] not in names]
+    with torch.no_grad():
+        for name in names:
+            say(f"{name} ...")
+            found = measure(name, KNOWN[name], quick, report["ceilings"])
+            report["rows"] += found["rows"]
+            report["routers"] += found["routers"]
+            clean()
+            if out is not None:  # after every geometry: a run that is cut short leaves what it has
+                write_json(out, report)
+                write_bytes(out.with_suffix(".md"), table(report).encode())
+    return report

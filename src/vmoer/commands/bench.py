@@ -1,0 +1,30 @@
+"""`vmoer bench`: what every method costs on this machine."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from vmoer.commands._shared import Json, listed, quiet
+from vmoer.errors import InputError
+
+
+def bench(
+    geometries: Annotated[
+        str, typer.Option(help="Separated by commas; by default all that this machine can take.")
+    ] = "",
+    out: Annotated[Path | None, typer.Option(help="A JSON file; a table of the same name ends in .md.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes and rounds.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Time and memory of every method against the plain model, in one run; true geometries on a GPU, a small one without."""
+    from vmoer.bench import overhead
+
+    quiet()
+    names = list(listed(geometries)) or list(overhead.KNOWN)
+    if unknown := [name for name in names if name not in overhead.KNOWN]:
+        raise InputError(f"unknown geometry {unknown[0]!r} (known on this machine: {', '.join(overhead.KNOWN)})")
+    report = overhead.run(names, out, quick, lambda line: print(line, file=sys.stderr, flush=True))
+    print(json.dumps(report, indent=2) if as_json else overhead.table(report))
