@@ -4,6 +4,7 @@ __version__ = "0.1.0"
 
 from vmoer.attach import attach, detach, record
 from vmoer.fitting import fit
+from vmoer.generation import generate
 from vmoer.layers import select_layers
 from vmoer.predict import predict
 from vmoer.routers import (
@@ -34,6 +35,7 @@ __all__ = [
     "attach",
     "detach",
     "fit",
+    "generate",
     "load",
     "methods",
     "predict",

@@ -6,11 +6,17 @@ Among equally confident questions the order is arbitrary; every curve here is it
 does not depend on the order of the questions.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
+from scipy.stats import beta, binom
 
 from vmoer.errors import InputError
-from vmoer.metrics._inputs import Floats, fractions
+from vmoer.metrics._inputs import Floats, fractions, vector
+from vmoer.metrics.resampling import Interval
+
+STARTS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1)  # coverages from which a promised threshold is sought upwards
 
 
 def risk_coverage(confidence: npt.ArrayLike, errors: npt.ArrayLike) -> tuple[Floats, Floats]:
@@ -50,3 +56,95 @@ def threshold_for_risk(confidence: npt.ArrayLike, errors: npt.ArrayLike, risk: f
     if not allowed.any():
         raise InputError(f"no confidence threshold reaches risk {risk:g}: the lowest is {at_threshold.min():.3g}")
     return float(-thresholds[allowed][-1])
+
+
+class Accepted(NamedTuple):
+    """What a threshold accepts of some questions: how many, and how many of those are wrong; intervals at a confidence."""
+
+    questions: int
+    accepted: int
+    errors: int
+    coverage: Interval
+    risk: Interval
+    """Of the accepted; 0 to 1 where nothing is."""
+
+
+def accepted(scores: npt.ArrayLike, errors: npt.ArrayLike, threshold: float, confidence: float = 0.95) -> Accepted:
+    """Coverage and risk of answering the questions whose score is at most the threshold, with exact binomial intervals.
+
+    An answer that is partly wrong (tied options) counts as wrong.
+    """
+    scores, wrong = _scored(scores, errors)
+    taken = scores <= threshold
+    n, k, e = len(scores), int(taken.sum()), int(wrong[taken].sum())
+    return Accepted(n, k, e, clopper_pearson(k, n, confidence), clopper_pearson(e, k, confidence))
+
+
+def clopper_pearson(successes: int, n: int, confidence: float) -> Interval:
+    """The exact interval of a proportion (Clopper and Pearson 1934)."""
+    tail = (1 - confidence) / 2
+    low = float(beta.ppf(tail, successes, n - successes + 1)) if successes else 0.0
+    return Interval(successes / n if n else 0.0, low, upper_bound(successes, n, tail))
+
+
+def upper_bound(successes: int, n: int, tail: float) -> float:
+    """max {p : P(Binomial(n, p) <= successes) >= tail}: what a proportion exceeds with probability `tail` at most."""
+    return float(beta.ppf(1 - tail, successes + 1, n - successes)) if successes < n else 1.0
+
+
+class Promise(NamedTuple):
+    """A threshold on a score (larger: less certain), and what holds with the confidence asked for where it is kept to."""
+
+    threshold: float
+    risk: float
+    """An upper bound of the risk of what is accepted."""
+    accepted: int
+    errors: int
+    coverage: float
+
+
+def promised_threshold(scores: npt.ArrayLike, errors: npt.ArrayLike, risk: float, confidence: float = 0.95) -> Promise:
+    """The threshold that accepts most of those with  P(risk of accepting score <= threshold  <=  `risk`) >= confidence.
+
+    Learn-then-Test by fixed sequences (Angelopoulos et al. 2021). Given a limit l, the m questions with score < l are
+    independent draws of what l accepts, so their errors are Binomial(m, risk(l)), and
+
+        P(Binomial(m, `risk`) <= errors)  <=  tail    happens with probability `tail` at most where risk(l) > `risk`.
+
+    From each of five coverages (1/16 to 1) l moves up over the scores for as long as that test holds, at
+    tail = (1 - confidence) / 5. To promise too much, a sequence must pass the first l with risk(l) > `risk`, or start
+    beyond it; so the best end of the five is wrong with probability 1 - confidence at most. No assumption is made on
+    how risk depends on the score, but that ties are few or risk grows with it. It holds for new questions drawn as
+    these were.
+    """
+    scores, wrong = _scored(scores, errors)
+    for name, share in (("risk", risk), ("confidence", confidence)):
+        if not 0 < share < 1:
+            raise InputError(f"{name}={share:g} must lie between 0 and 1")
+    n, tail = len(scores), (1 - confidence) / len(STARTS)
+    value, group, size = np.unique(scores, return_inverse=True, return_counts=True)
+    limits = np.append(value, np.inf)
+    below = np.concatenate([[0], np.cumsum(size)])
+    failed = np.concatenate([[0], np.cumsum(np.bincount(group, wrong))]).astype(np.int64)
+    passed = np.append(binom.cdf(failed, below, risk) <= tail, False)
+    starts = [int(np.searchsorted(below, int(share * n), side="right")) - 1 for share in STARTS]
+    # where each sequence ends: before the first limit that does not pass
+    ends = [start + int(np.argmin(passed[start:])) - 1 for start in starts if passed[start]]
+    if not ends:
+        bounds = {upper_bound(int(failed[i]), int(below[i]), tail): i for i in starts}
+        best = min(bounds)
+        raise InputError(
+            f"no threshold promises risk {risk:g} with confidence {confidence:g} on {n} questions: the lowest that can be "
+            f"promised is {best:.3g}, answering {below[bounds[best]]} of them with {failed[bounds[best]]} errors"
+        )
+    end = max(ends)
+    m, e = int(below[end]), int(failed[end])
+    # the largest number below the limit: "at most the threshold" is then "below the limit"
+    return Promise(float(np.nextafter(limits[end], -np.inf)), upper_bound(e, m, tail), m, e, m / n)
+
+
+def _scored(scores: npt.ArrayLike, errors: npt.ArrayLike) -> tuple[Floats, npt.NDArray[np.bool_]]:
+    checked, (wrong,) = vector("scores", scores), fractions(errors=errors)
+    if len(checked) != len(wrong):
+        raise InputError(f"different lengths: scores {len(checked)}, errors {len(wrong)}")
+    return checked, wrong > 0
