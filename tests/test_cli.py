@@ -283,7 +283,7 @@ def test_bad_data_is_one_line_and_code_2(
 
 
 def test_usage_errors_are_one_line(capsys: pytest.CaptureFixture[str], tiny: Path) -> None:
-    assert fails(capsys, "evl") == (2, "No such command 'evl'. Did you mean 'eval'? (see vmoer --help)")
+    assert fails(capsys, "repot") == (2, "No such command 'repot'. Did you mean 'report'? (see vmoer --help)")
     assert fails(capsys, "eval", tiny)[0] == 2
     assert fails(capsys, "info", "no/such-model")[0] == 2
 

@@ -51,7 +51,7 @@ def test_configuration_comes_back(run: Path) -> None:
     from vmoer.attach import attached
 
     assert attached(model).config == vmoer.FullCovariance(layers=[1], beta=0.3)
-    assert sorted(p.name for p in run.iterdir()) == ["router.json", "router.safetensors"]
+    assert sorted(p.name for p in run.iterdir()) == ["README.md", "router.json", "router.safetensors"]
 
 
 def test_novelty_comes_back(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 import vmoer
-from vmoer.commands import eval, info, report, sensitivity, study, train
+from vmoer.commands import ask, bench, eval, info, lm_eval, report, sensitivity, study, threshold, train
 from vmoer.errors import InputError, RunError
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -37,6 +37,10 @@ app.command("train")(train.train)
 app.command("eval")(eval.eval_)
 app.command("study")(study.study)
 app.command("report")(report.report)
+app.command("ask")(ask.ask)
+app.command("threshold")(threshold.threshold)
+app.command("bench")(bench.bench)
+app.command("lm-eval", context_settings=lm_eval.SETTINGS)(lm_eval.lm_eval)
 
 
 def run(arguments: Sequence[str] | None = None) -> int:

@@ -1,12 +1,13 @@
 """save and load: the only place that touches router files.
 
-A run folder holds `router.safetensors` and `router.json`, beside the LoRA adapter where the model has one. The JSON carries the
-method's configuration, the file format's version, a checksum of the tensors and fingerprints of what the routers were trained
-on: the base model's router weights, rounded to bfloat16, and the adapter. Only safetensors and JSON are ever read.
+A run folder holds `router.safetensors` and `router.json`, a model card, and the LoRA adapter where the model has one. The JSON
+carries the method's configuration, the file format's version, a checksum of the tensors and fingerprints of what the routers were
+trained on: the base model's router weights, rounded to bfloat16, and the adapter. Only safetensors and JSON are ever read.
 """
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,7 +18,7 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor, nn
 
 import vmoer
-from vmoer import gates
+from vmoer import gates, hub
 from vmoer.attach import attach, attached, attachment_of, detach, routers_of
 from vmoer.errors import InputError
 from vmoer.files import write_bytes
@@ -27,49 +28,60 @@ FORMAT = 1
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 
 
-def save(model: nn.Module, folder: str | Path) -> Path:
-    """Write the attached routers, and the adapter where there is one. Files appear whole or not at all."""
+def save(model: nn.Module, folder: str | Path, *, about: Mapping[str, Any] | None = None) -> Path:
+    """Write the attached routers, a model card, and the adapter where there is one. Files appear whole or not at all.
+
+    `about` is what the card should say beyond that: task, preset, metrics, as `run.json` of `vmoer train` has them.
+    """
     attachment = attached(model)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    if _adapter(model):
+    if adapter := _adapter(model):
         if not hasattr(model, "peft_config"):
             raise InputError("save needs the PEFT model itself, not the model inside it, to store the adapter too")
-        cast(Any, model).save_pretrained(str(folder))
+        cast(Any, model).save_pretrained(str(folder), state_dict={name: _whole(p) for name, p in adapter.items()})
     data = save_tensors(router_tensors(model))
     description = {
         "format": FORMAT,
         "vmoer": vmoer.__version__,
+        "base_model": (about or {}).get("model") or _name(model),
         "config": attachment.config.to_dict() | {"layers": attachment.layers},
         "sha256": hashlib.sha256(data).hexdigest(),
         "base": fingerprint(model),
         "adapter": adapter_fingerprint(model),
     }
+    write_bytes(folder / "README.md", hub.card(description, about).encode())  # in place of the adapter's own
     write_bytes(folder / "router.safetensors", data)
     write_bytes(folder / "router.json", (json.dumps(description, indent=2) + "\n").encode())
     return folder
 
 
-def load(model: nn.Module, folder: str | Path) -> nn.Module:
-    """Attach saved routers to a base model, its adapter first where the run has one. On any error the model is unchanged."""
-    folder = Path(folder)
+def load(model: nn.Module, folder: str | Path, *, revision: str | None = None) -> nn.Module:
+    """Attach saved routers to a base model, its adapter first where the run has one. On any error the model is unchanged.
+
+    `folder` is a local one or, as a string, a repository on the hub: `user/repo`, at `revision` where given.
+    """
+    name, folder = folder, hub.locate(folder, revision)
     description, tensors = _read(folder)
     config = _config(description, folder)
     if attachment_of(model) is not None:
         raise InputError("a method is attached already: call vmoer.detach(model) first")
     if fingerprint(model, config.layers) != description["base"]:
-        raise InputError(f"{folder} was trained on another base model: its router weights differ from this one's")
+        for found in gates.find(model):
+            if found.reason and (
+                config.layers == "all" or found.layer in config.layers
+            ):  # quantised: the better reason
+                raise InputError(f"{name} does not go onto this model, {found.path} ({found.kind}): {found.reason}")
+        raise InputError(f"{name} was trained on another base model: its router weights differ from this one's")
     loaded = model
     wrapped = description["adapter"] is not None and not _adapter(model) and (folder / "adapter_config.json").exists()
     if wrapped:
-        from peft import PeftModel
-
-        loaded = PeftModel.from_pretrained(model, str(folder))
+        loaded = with_adapter(model, folder)
     try:
         if adapter_fingerprint(loaded) != description["adapter"]:
             trained = "over a LoRA adapter" if description["adapter"] else "without an adapter"
             has = "another adapter" if _adapter(loaded) else "no adapter"
-            raise InputError(f"{folder} holds routers trained {trained}, and this model has {has}")
+            raise InputError(f"{name} holds routers trained {trained}, and this model has {has}")
         attach(loaded, config)
         try:
             _fill(loaded, tensors, folder)
@@ -83,13 +95,21 @@ def load(model: nn.Module, folder: str | Path) -> nn.Module:
     return loaded
 
 
+def with_adapter(model: nn.Module, folder: Path) -> nn.Module:
+    """The model inside its LoRA adapter, which is read from safetensors alone."""
+    if not (folder / "adapter_model.safetensors").exists():
+        raise InputError(f"{folder} has no adapter_model.safetensors: an adapter is read from nothing else")
+    from peft import PeftModel
+
+    return cast(nn.Module, PeftModel.from_pretrained(cast(Any, model), str(folder)))
+
+
 def router_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Every attached router's parameters and buffers, named `layer.name`."""
     out = {}
     for layer, router in routers_of(model).items():
         for name, value in router.state_dict().items():
-            value = value.full_tensor() if hasattr(value, "full_tensor") else value
-            out[f"{layer}.{name}"] = value.detach().cpu().contiguous()
+            out[f"{layer}.{name}"] = _whole(value).detach().cpu().contiguous()
     return out
 
 
@@ -121,14 +141,25 @@ def _adapter(model: nn.Module) -> dict[str, Tensor]:
     return {name: p for name, p in model.named_parameters() if ".lora_" in name or ".modules_to_save." in name}
 
 
+def _name(model: nn.Module) -> str | None:
+    """What the base model was loaded as."""
+    names = (getattr(getattr(module, "config", None), "_name_or_path", None) for module in model.modules())
+    return next((str(name) for name in names if name), None)
+
+
+def _whole(value: Tensor) -> Tensor:
+    """The tensor of which FSDP2 gives each process a part; gathering it takes all of them."""
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
 def _absorb(digest: Any, name: str, value: Tensor) -> None:
-    value = value.full_tensor() if hasattr(value, "full_tensor") else value
-    rounded = value.detach().to("cpu", torch.bfloat16).contiguous()
+    rounded = _whole(value).detach().to("cpu", torch.bfloat16).contiguous()
     digest.update(name.encode())
     digest.update(rounded.view(torch.uint8).numpy().tobytes())
 
 
 def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What a folder's `router.json` says, and its tensors: whole and as they were written, or an error."""
     if not folder.is_dir():
         raise InputError(f"{folder} is not a folder with a saved router")
     path = folder / "router.json"

@@ -1,0 +1,251 @@
+"""lm-evaluation-harness: the model `vmoer`, and calibration over the samples that any of its models logged.
+
+    lm-eval run --model vmoer --model_args pretrained=BASE,router=RUN --tasks ...
+
+`vmoer lm-eval` is that command line with the model registered; where lm-eval looks for plugins (group `lm_eval.models`), so is
+its own. A task of its `multiple_choice` kind logs the log-likelihood of every option, and its accuracy takes the largest:
+
+    p(option) = softmax of the options' log-likelihoods
+
+is the distribution behind that choice, so NLL, Brier score and ECE are of it.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from lm_eval.models.huggingface import HFLM
+from scipy.special import log_softmax
+from torch import Tensor
+
+import vmoer
+from vmoer import metrics as m
+from vmoer.attach import attached, sampled
+from vmoer.errors import InputError
+from vmoer.files import write_json
+from vmoer.models import embedded
+from vmoer.scores import Row
+from vmoer.store import load
+
+NAME = "vmoer"
+
+
+def register() -> None:
+    """Make `--model vmoer` known to lm-eval in this process."""
+    import lm_eval.models  # noqa: F401  its own models first
+    from lm_eval.api.registry import MODEL_REGISTRY, register_model
+
+    if NAME not in MODEL_REGISTRY:
+        register_model(NAME)(VMoERLM)
+
+
+class VMoERLM(HFLM):  # type: ignore[misc]
+    """lm-eval's Hugging Face model with saved routers on it. Every argument of that one is taken here too.
+
+    router     a run folder of `vmoer train`, a folder of `vmoer.save`, or a repository on the hub; its adapter comes along
+    router_revision    of that repository
+    enabled    False: the model's own routing, bit for bit, adapter included: what the routers are compared with
+    averaging  "router": one pass. "full": the next token's probabilities averaged over `passes` passes, at every position
+    """
+
+    def __init__(
+        self,
+        pretrained: str,
+        router: str | None = None,
+        router_revision: str | None = None,
+        enabled: bool = True,
+        averaging: str = "router",
+        passes: int = 8,
+        **options: Any,
+    ) -> None:
+        if router is None:
+            raise InputError("the model vmoer needs router=RUN: a run folder, a saved router, or a hub repository")
+        if averaging not in ("router", "full"):
+            raise InputError(f"averaging={averaging!r}: choose router or full")
+        if passes < 1:
+            raise InputError(f"passes={passes} must be at least 1")
+        self.router, self.router_revision, self.enabled = str(router), router_revision, bool(enabled)
+        self.averaging, self.passes = averaging, int(passes)
+        super().__init__(pretrained=embedded(pretrained) or pretrained, **options)
+
+    def _create_model(self, *args: Any, **options: Any) -> None:
+        super()._create_model(*args, **options)
+        self._model: Any = load(self._model, self.router, revision=self.router_revision)
+        attached(self._model).enabled = self.enabled
+
+    def _model_call(self, inps: Tensor, *args: Any, **options: Any) -> Tensor:
+        if self.averaging == "router" or not self.enabled:
+            return super()._model_call(inps, *args, **options)
+        total: Tensor | None = None  # summed as it goes: these are vocabularies at every position
+        for number in range(self.passes):
+            with sampled(self.model, number):
+                own = torch.log_softmax(super()._model_call(inps, *args, **options).float(), -1)
+            total = own if total is None else torch.logaddexp(total, own)
+        assert total is not None
+        return total - math.log(self.passes)
+
+    def _model_generate(self, *args: Any, **options: Any) -> Tensor:
+        if self.averaging != "router":
+            raise InputError("averaging='full' scores given answers: generate with averaging=router")
+        return super()._model_generate(*args, **options)
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What lm-eval writes into its results about the model."""
+        config = attached(self.model).config.to_dict() | {"layers": attached(self.model).layers}
+        ours: dict[str, Any] = {"router": self.router, "router_revision": self.router_revision, "router_config": config}
+        ours |= {"enabled": self.enabled, "averaging": self.averaging, "passes": self.passes}
+        return {**super().get_model_info(), "vmoer": {"version": vmoer.__version__, **ours}}
+
+
+# -- calibration of logged samples -------------------------------------------------------------------------------------
+
+
+class Answers(NamedTuple):
+    """The questions of one task: log-probabilities of the options, -inf where there are fewer, and the right ones."""
+
+    log_probs: npt.NDArray[np.float64]
+    answers: npt.NDArray[np.int64]
+
+
+_LOGGED = re.compile(r"samples_(?P<task>.+)_(?P<date>\d{4}-\d\d-\d\dT[\d.-]+)\.jsonl")
+
+
+def logged(folder: Path) -> set[Path]:
+    """The files of samples under a folder that lm-eval wrote to."""
+    return {path for path in folder.rglob("samples_*.jsonl") if _LOGGED.fullmatch(path.name)}
+
+
+def calibrate(files: Iterable[Path], seed: int = 0) -> tuple[list[Row], dict[str, str]]:
+    """Metrics of every task with options in these files, and why the other tasks have none.
+
+    The rows have the keys of `metrics.json`, and are written to `calibration_DATE.json` beside each run's samples. The same
+    files give the same bytes: no model is needed.
+    """
+    rows: list[Row] = []
+    left_out = {}
+    by_run: dict[tuple[Path, str], list[Row]] = {}
+    for path in sorted(files, key=lambda path: (_parts(path)[1], path)):
+        task, date = _parts(path)
+        run = by_run.setdefault((path.parent, date), [])
+        try:
+            read = read_samples(path)
+        except InputError as error:
+            left_out[task] = str(error)
+            continue
+        about = {
+            "study": "lm-eval",
+            **_model(path.parent, date),
+            "task": task,
+            "split": None,
+            "seed": None,
+            "signal": None,
+        }
+        about |= {"run": date}
+        for metric, (value, low, high) in _metrics(*read, seed).items():
+            run.append({**about, "metric": metric, "value": value, "low": low, "high": high})
+    for (folder, date), own in by_run.items():
+        if own:
+            write_json(folder / f"calibration_{date}.json", own)
+        rows += own
+    return rows, left_out
+
+
+def _parts(path: Path) -> tuple[str, str]:
+    match = _LOGGED.fullmatch(path.name)
+    if match is None:
+        raise InputError(f"{path} is not named as lm-eval names its samples: samples_TASK_DATE.jsonl")
+    return match["task"], match["date"]
+
+
+def _model(folder: Path, date: str) -> dict[str, str | None]:
+    """Which model answered, and how it was routed, from the results that lm-eval wrote beside the samples."""
+    written = sorted(folder.glob(f"*_{date}.json"))
+    found = next((path for path in written if not path.name.startswith("calibration_")), None)
+    results = json.loads(found.read_text()) if found else {}
+    config = results.get("config") or {}
+    ours = config.get("vmoer")
+    method = config.get("model")
+    if ours:
+        averaged = "+full" if ours["averaging"] == "full" else ""
+        method = ours["router_config"]["method"] + averaged if ours["enabled"] else "map"
+    return {"model": results.get("model_name") or folder.name, "method": method}
+
+
+def _metrics(log_probs: Any, answers: Any, seed: int) -> dict[str, tuple[float, float | None, float | None]]:
+    confidence, correct = m.confidence(log_probs), m.correct_per_question(log_probs, answers)
+    floor = m.noise_floor(confidence, correct, seed=seed)
+    assert floor.p_value is not None
+    return {
+        "questions": (len(correct), None, None),
+        "accuracy": m.bootstrap(correct, seed=seed),
+        "nll": m.bootstrap(m.nll_per_question(log_probs, answers), seed=seed),
+        "brier": m.bootstrap(m.brier_per_question(log_probs, answers), seed=seed),
+        "ece": m.bootstrap_metric(m.ece, confidence, correct, seed=seed),
+        "ece_floor": (floor.mean, None, floor.high),
+        "ece_p": (floor.p_value, None, None),
+        "debiased_ece": m.bootstrap_metric(m.debiased_ece, confidence, correct, seed=seed),
+    }
+
+
+def read_samples(path: Path) -> Answers:
+    """The options' probabilities and the right answers of a multiple-choice task's logged samples."""
+    try:
+        samples = [json.loads(line) for line in path.read_text().splitlines()]
+    except ValueError as error:
+        raise InputError(f"not a file of samples: {error}") from None
+    filters = {sample.get("filter") for sample in samples}
+    samples = [
+        sample for sample in samples if sample.get("filter") == min(filters, key=lambda f: (f != "none", str(f)))
+    ]
+    likelihoods, answers = [], []
+    for sample in samples:
+        options = _likelihoods(sample)
+        likelihoods.append(log_softmax(options).tolist())
+        answers.append(_answer(sample, options))
+    if not samples:
+        raise InputError("no samples were logged")
+    return Answers(m.pad(likelihoods), np.asarray(answers))
+
+
+def _likelihoods(sample: dict[str, Any]) -> list[float]:
+    """One log-likelihood an option. With acc_mutual_info those without the prompt follow, and are left out."""
+    try:
+        values = [float(pair[0]) for pair in sample["filtered_resps"] if str(pair[1]) in ("True", "False")]
+        contexts = [str(argument["arg_0"]) for argument in sample["arguments"].values()]
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError):
+        raise InputError("it is not a multiple-choice task") from None
+    if len(values) != len(contexts) or len(values) < 2:
+        raise InputError("it is not a multiple-choice task")
+    half = len(values) // 2
+    if len(values) % 2 == 0 and not any(contexts[half:]) and all(contexts[:half]):
+        values = values[:half]
+    if not np.isfinite(values).any():
+        raise InputError("the options of a question are all impossible")
+    return values
+
+
+def _answer(sample: dict[str, Any], options: list[float]) -> int:
+    """The right option: an index, an option's text, or, where the options are contexts, what `acc` says of two.
+
+    Whatever is found must agree with the accuracy that lm-eval logged.
+    """
+    target, right = str(sample["target"]), sample.get("acc")
+    texts = [str(argument["arg_1"]).strip() for argument in sample["arguments"].values()][: len(options)]
+    best = int(np.argmax(options))
+    if len(set(texts)) == 1 and len(options) == 2 and right in (0, 1):
+        return best if right else 1 - best
+    if target.isdigit() and int(target) < len(options):
+        answer = int(target)
+    elif texts.count(target.strip()) == 1:
+        answer = texts.index(target.strip())
+    else:
+        raise InputError(f"its samples do not say which single option is right (target {target!r})")
+    if right in (0, 1) and (best == answer) != bool(right):
+        raise InputError("its accuracy is not that of the most probable option against the target")
+    return answer
