@@ -7,7 +7,7 @@ Noise is keyed by the optimiser step and by the row's place in the step's whole 
 Trainer scales losses by what they are of (it divides by accumulation steps, DDP divides by processes, and for a loss over
 `num_items_in_batch` it undoes either); the KL is a mean over the unmasked tokens of the whole batch, and comes out as that,
 neither multiplied by the number of processes nor divided by the number of accumulation steps. Checkpoints hold the adapter and
-the routers, not the base model.
+the routers, not the base model, under FSDP2 too, where every process takes part in writing them.
 """
 
 import os
@@ -23,7 +23,7 @@ from transformers import Trainer
 from vmoer import store
 from vmoer.attach import attached, record, routers_of
 from vmoer.errors import InputError
-from vmoer.training.workers import assign
+from vmoer.training.workers import NO_FSDP1, assign, sharding_asked
 
 
 class VMoERTrainer(Trainer):  # type: ignore[misc]
@@ -32,6 +32,10 @@ class VMoERTrainer(Trainer):  # type: ignore[misc]
         attached(self.model)
         if self.args.n_gpu > 1:
             raise InputError("nn.DataParallel copies modules without their hooks: start with `accelerate launch`")
+        if self.is_fsdp_enabled and self.accelerator.state.fsdp_plugin.fsdp_version != 2:
+            raise InputError(NO_FSDP1)
+        if (sharding_asked() or self.args.fsdp) and not self.is_fsdp_enabled and self.accelerator.num_processes > 1:
+            raise InputError("accelerate shards on GPUs alone and would train whole copies here: launch without FSDP")
         self._first_rows: deque[int] = deque()
         self._tokens = 1
 
@@ -93,6 +97,18 @@ class VMoERTrainer(Trainer):  # type: ignore[misc]
             self.processing_class.save_pretrained(folder)
         torch.save(self.args, os.path.join(folder, "training_args.bin"))
 
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """With FSDP2 Trainer would write the shards of the whole model beside them."""
+        if not self.is_fsdp_enabled:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        from accelerate.utils import save_fsdp_optimizer
+
+        plugin = self.accelerator.state.fsdp_plugin
+        save_fsdp_optimizer(plugin, self.accelerator, self.optimizer, self.model, output_dir)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, "scheduler.pt"))
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         load_state(self.accelerator.unwrap_model(self.model if model is None else model), resume_from_checkpoint)
 
@@ -110,10 +126,14 @@ def load_state(model: Any, folder: str | Path) -> None:
     if {f"{layer}.{name}" for layer, router in routers.items() for name in router.state_dict()} != set(tensors):
         raise InputError(f"{folder} holds the routers of another method or of other layers")
     if (folder / "adapter_model.safetensors").exists():
-        from peft import set_peft_model_state_dict
+        from peft import get_peft_model_state_dict
         from safetensors.torch import load_file
 
-        set_peft_model_state_dict(model, load_file(folder / "adapter_model.safetensors"))
+        ours, saved = get_peft_model_state_dict(model), load_file(folder / "adapter_model.safetensors")
+        if ours.keys() != saved.keys():
+            raise InputError(f"{folder} holds an adapter of another shape than this model's")
+        for name, value in ours.items():
+            assign(value, saved[name])
     for layer, router in routers.items():
         for name, value in router.state_dict(keep_vars=True).items():
             saved = tensors[f"{layer}.{name}"]

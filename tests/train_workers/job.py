@@ -1,7 +1,7 @@
 """Training runs in processes of their own: `python job.py '{...}'`, started by the tests.
 
-`{"parallel": FOLDER}` runs stage 2 in two gloo processes on whole copies and sharded (FSDP2), and VMoERTrainer under DDP, each
-into a folder of its own; anything else are the arguments of `vmoer.train.train`.
+`{"parallel": FOLDER}` runs stage 2 in two gloo processes on whole copies and sharded (FSDP2), and VMoERTrainer under DDP and
+FSDP2, each into a folder of its own; anything else are the arguments of `vmoer.train.train`.
 """
 
 import json
@@ -9,8 +9,11 @@ import os
 import sys
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -20,11 +23,37 @@ import torch.distributed as dist
 import vmoer
 from train_workers import world
 from vmoer import store
-from vmoer.attach import routers_of
+from vmoer.attach import VariationalGate, routers_of
 from vmoer.train import Plan, Running, Workers, stage2, train
 from vmoer.training.lora import add_lora
 
 ROWS = 128
+CONFIGS = Path(__file__).parents[2] / "examples" / "accelerate"
+
+
+@torch.no_grad()
+def router_logits(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """What each attached router hands its gate in one pass over a batch, [layer, token, expert].
+
+    Processes may gather what the experts answered, so that equal outputs prove nothing; these say whether they route alike.
+    """
+    seen: list[torch.Tensor] = []
+    gates: list[Any] = [module for module in model.modules() if isinstance(module, VariationalGate)]
+    hooks = [
+        gate.register_forward_hook(lambda gate, _, out: seen.append(gate.vmoer_gate.logits(out))) for gate in gates
+    ]
+    try:
+        model.eval()(**batch)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return torch.stack(seen).clone()
+
+
+def leave_logits(model: Any, rank: int, folder: str) -> None:
+    """The routers' logits on the same prompts in every process, although each trained on rows of its own."""
+    prompts = world.examples(6, 3, fillers=0).prompts
+    torch.save(router_logits(model, {"input_ids": torch.tensor(prompts)}), Path(folder) / f"logits-{rank}.pt")
 
 
 def config(key: str = "vglr-fc") -> Any:
@@ -45,6 +74,7 @@ def loop(rank: int, size: int, folder: str, sharded: bool = False, micro: int | 
         folder=folder,
         running=Running(workers=workers, log_every=5),
     )
+    leave_logits(model, rank, folder)
     if rank == 0:
         torch.save(outcome.last, Path(folder) / "routers.pt")
 
@@ -115,11 +145,51 @@ def trainer(
 
     run = VMoERTrainer(model=model, args=args, train_dataset=data, data_collator=collate, callbacks=[Stop()])
     run.train(resume_from_checkpoint=resume)
+    leave_logits(run.model, rank, folder)
+    routers = store.router_tensors(model)  # gathering shards takes every process
     if rank == 0:
-        torch.save(store.router_tensors(model), Path(folder) / "routers.pt")
+        torch.save(routers, Path(folder) / "routers.pt")
         losses = [row["loss"] for row in run.state.log_history if "loss" in row]
         (Path(folder) / "losses.json").write_text(json.dumps(losses))
     return run
+
+
+def refused(rank: int, size: int, folder: str) -> str:
+    """What VMoERTrainer says to FSDP where accelerate would not shard."""
+    with mock.patch.dict(os.environ, {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}):
+        try:
+            trainer(rank, size, folder, batch=4, accumulate=2)
+        except vmoer.errors.InputError as error:
+            return str(error)
+    return ""
+
+
+@contextmanager
+def sharding() -> Iterator[None]:
+    """As `accelerate launch --config_file fsdp2.yaml` on GPUs.
+
+    accelerate shards there alone; inside the block its processes on the CPU count as such, so that its own FSDP2 code runs.
+    """
+    from accelerate import state
+    from accelerate.commands.config.config_args import load_config_from_file
+    from accelerate.utils import DistributedType
+
+    settings = load_config_from_file(str(CONFIGS / "fsdp2.yaml")).fsdp_config
+    asked = {
+        name.upper(): str(value).lower() if value in (True, False) else str(value) for name, value in settings.items()
+    }
+    real = state.AcceleratorState.__init__
+
+    def init(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
+        real(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if fsdp_plugin is not None:
+            self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
+
+    state.AcceleratorState._reset_state()
+    with mock.patch.dict(os.environ, {"ACCELERATE_USE_FSDP": "true", **asked}):
+        with mock.patch.object(state.AcceleratorState, "__init__", init):
+            yield
+        state.AcceleratorState._reset_state()
 
 
 def parallel(rank: int, size: int, folder: str) -> None:
@@ -131,6 +201,14 @@ def parallel(rank: int, size: int, folder: str) -> None:
     loop(rank, size, f"{folder}/whole-accumulated", micro=4)
     loop(rank, size, f"{folder}/sharded", sharded=True)
     trainer(rank, size, f"{folder}/trainer", batch=4, accumulate=2)
+    refusal = refused(rank, size, f"{folder}/refused")
+    with sharding():
+        run = trainer(rank, size, f"{folder}/trainer-sharded", batch=4, accumulate=2, lora=True)
+        within = [p for name, p in run.model.named_parameters() if ".layers." in name]
+        assert {type(p).__name__ for p in within} == {"DTensor"}  # else nothing was sharded
+        trainer(rank, size, f"{folder}/trainer-cut", batch=4, accumulate=2, lora=True, stop=4)
+        trainer(rank, size, f"{folder}/trainer-cut", batch=4, accumulate=2, lora=True, resume=True)
+    Path(f"{folder}/refusal-{rank}.txt").write_text(refusal)
     # everything is on disk; gloo's own threads may abort a process that tears its groups down while its peer still does
     dist.barrier()
     sys.stdout.flush()

@@ -42,7 +42,15 @@ def study(
     device: Device = None,
     dtype: Dtype = None,
     workers: Annotated[int, typer.Option(help="Processes that cells are handed to.")] = 1,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the grid and stop.")] = False,
+    backend: Annotated[
+        str, typer.Option(help="processes, or ray: a cluster whose machines all see --out.")
+    ] = "processes",
+    ray_address: Annotated[
+        str | None, typer.Option(help="host:port, auto (the one running here or in RAY_ADDRESS), local (start one).")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the grid, with an estimate of its time, and stop.")
+    ] = False,
 ) -> None:
     """One of the paper's experiments over methods and seeds. Finished cells are never computed again."""
     from vmoer.studies import Study, run_study
@@ -63,13 +71,10 @@ def study(
         **settings,
     )
     if dry_run:
-        cells = listing(name, asked)
-        table(
-            f"{name}: {len(cells)} cells", ("study", "cell", "done"), [(s, c, "yes" if d else "") for s, c, d in cells]
-        )
+        show_plan((name,), asked, workers)
         return
     out.mkdir(parents=True, exist_ok=True)
-    failed = run_study(name, asked, workers=workers).failed
+    failed = run_study(name, asked, workers=workers, backend=backend, ray_address=ray_address).failed
     print(f"{out / 'metrics.json'}; tables and figures: vmoer report {out}")
     if failed:
         raise RunError(f"{len(failed)} cells failed, the first: {failed[0][0].name}: {failed[0][1]}")
@@ -78,6 +83,10 @@ def study(
 def demo(
     out: Annotated[Path, typer.Option(help="Where everything goes.")] = Path("out/demo"),
     full: Annotated[bool, typer.Option("--full", help="All methods and studies, three seeds.")] = False,
+    workers: Annotated[int, typer.Option(help="Processes that cells are handed to; 0: one a core.", min=0)] = 0,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the grid, with an estimate of its time, and stop.")
+    ] = False,
 ) -> None:
     """The whole story on a small embedded MoE, without network or GPU, in a few minutes."""
     from vmoer.report import read
@@ -85,7 +94,10 @@ def demo(
     from vmoer.report.studies import BUILDERS
 
     quiet()
-    page = run_demo(out, full)
+    if dry_run:
+        show_plan(demo_names(full), demo_study(out, full), workers or _cores())
+        return
+    page = run_demo(out, full, workers)
     print()
     for sentence in headlines([row for row in read(out) if row.get("study") not in BUILDERS]):
         print(f"- {sentence}")
@@ -110,7 +122,11 @@ def demo_study(out: Path, full: bool) -> "Study":
     )
 
 
-def run_demo(out: Path, full: bool, say: Callable[[str], object] = print) -> Path:
+def demo_names(full: bool) -> tuple[str, ...]:
+    return ("all",) if full else ("brittleness", "calibration", "stability", "efficiency")
+
+
+def run_demo(out: Path, full: bool, workers: int = 0, say: Callable[[str], object] = print) -> Path:
     """The whole story on the embedded model: brittleness, training, calibration, OoD, stability, efficiency, the page."""
     import torch
 
@@ -119,10 +135,9 @@ def run_demo(out: Path, full: bool, say: Callable[[str], object] = print) -> Pat
 
     torch.set_num_threads(1)  # matrices this small only lose by being shared out
     study = demo_study(out, full)
-    names = ("all",) if full else ("brittleness", "calibration", "stability", "efficiency")
     failed = []
-    for name in names:
-        failed += run_study(name, study, workers=min(2, os.cpu_count() or 1), say=say).failed
+    for name in demo_names(full):
+        failed += run_study(name, study, workers=workers or _cores(), say=say).failed
     page = report(out)
     if failed:
         raise RunError(
@@ -131,8 +146,29 @@ def run_demo(out: Path, full: bool, say: Callable[[str], object] = print) -> Pat
     return page
 
 
-def listing(name: str, study: "Study") -> list[tuple[str, str, bool]]:
-    """The grid: each cell's study, name, and whether it is done."""
-    from vmoer.studies import grid
+def _cores() -> int:
+    """Those this process may use, which in a container are fewer than the machine's."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
-    return [(cell.study, cell.name, cell.path(study.out).exists()) for cell in grid(name, study)]
+
+def show_plan(names: tuple[str, ...], study: "Study", workers: int) -> None:
+    """The grid, each cell with its time where it is done or where cells like it are, and how long the rest will take."""
+    import torch
+
+    from vmoer.studies import grid
+    from vmoer.studies._estimate import expected, sentence
+
+    if study.model == "demo":
+        torch.set_num_threads(1)  # as the cells run
+    found = expected([cell for name in names for cell in grid(name, study)], study.out)
+    lines = [
+        (
+            one.cell.study,
+            one.cell.name,
+            "yes" if one.done else "",
+            None if one.seconds is None else f"{'' if one.done else 'about '}{one.seconds:.0f}",
+        )
+        for one in found
+    ]
+    table(f"{', '.join(names)}: {len(found)} cells", ("study", "cell", "done", "seconds"), lines)
+    print(sentence(found, study, workers))

@@ -56,6 +56,7 @@ def train(
     chosen = preset_named(preset)
     shape: dict[str, Any] = {"batch_size": batch_size, "micro_batch": micro_batch}
     given: dict[str, Any] = {"epochs": stage2_epochs, "lr": stage2_lr}
+    workers = Workers.launched()
     found = run_train(
         model,
         task,
@@ -76,8 +77,10 @@ def train(
         limit=limit,
         seed=seed,
         dtype=dtype,
-        running=Running(workers=Workers.launched(), tensorboard=True, progress=True, skip_nonfinite=skip_nonfinite),
+        running=Running(workers=workers, tensorboard=True, progress=True, skip_nonfinite=skip_nonfinite),
     )
+    if not workers.main:
+        return
     print(
         json.dumps(found, indent=2)
         if as_json

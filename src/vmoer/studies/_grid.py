@@ -1,8 +1,11 @@
 """A study is a grid of independent cells. A finished cell is a file and is never computed again; a failed one is reported
 and the rest goes on.
 
-    OUT/cells/<study>-<hash of the key>.json    {"key": ..., "rows": [...]}
+    OUT/cells/<study>-<hash of the key>.json    {"key": ..., "seconds": ..., "rows": [...]}
     OUT/<study>.json                            all rows, in the grid's order, written when the study ends
+
+What computes them is a backend: this process, several of this machine, or a Ray cluster (_ray.py). How long a cell took stands
+in its file, for estimates; it is in no table.
 """
 
 import hashlib
@@ -20,6 +23,8 @@ from typing import Any
 from vmoer.files import write_json
 
 Row = dict[str, Any]
+COORDINATES = ("method", "layers", "layer", "seed")
+"""Keys by which cells of one grid differ; the rest of a key is what they share."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +38,7 @@ class Cell:
     @property
     def name(self) -> str:
         """Its own coordinates; what every cell of the grid shares is left out."""
-        shown = {k: v for k, v in self.key.items() if k in ("method", "layers", "layer", "seed")}
+        shown = {k: v for k, v in self.key.items() if k in COORDINATES}
         return ", ".join(str(v) if k in ("method", "layers") else f"{k} {v}" for k, v in shown.items()) or "all"
 
     def path(self, out: Path) -> Path:
@@ -47,14 +52,25 @@ class Outcome:
     failed: list[tuple[Cell, str]]
 
 
-def run(cells: Sequence[Cell], out: Path, *, workers: int = 1, say: Callable[[str], object] = print) -> Outcome:
-    """Compute what is missing, in `workers` processes, and collect the rows of every cell that is done."""
+Backend = Callable[[Sequence[Cell], Path], Iterator[tuple[Cell, str]]]
+"""Computes cells and gives each as it ends, with the reason where it failed."""
+
+
+def run(
+    cells: Sequence[Cell],
+    out: Path,
+    *,
+    workers: int = 1,
+    backend: Backend | None = None,
+    say: Callable[[str], object] = print,
+) -> Outcome:
+    """Compute what is missing, in `workers` processes or by `backend`, and collect the rows of every cell that is done."""
     failed: list[tuple[Cell, str]] = []
     todo = [cell for cell in cells if not cell.path(out).exists()]
     if len(todo) < len(cells):
         say(f"{len(cells) - len(todo)} of {len(cells)} cells are done already")
     started = time.monotonic()
-    for number, (cell, reason) in enumerate(_computed(todo, out, workers, say), 1):
+    for number, (cell, reason) in enumerate((backend or processes(workers))(todo, out), 1):
         left = (time.monotonic() - started) / number * (len(todo) - number)
         eta = f", about {left / 60:.0f} min left" if left > 90 else ""
         say(f"[{number}/{len(todo)}{eta}] {cell.study}: {cell.name}" + (f": failed: {reason}" if reason else ""))
@@ -67,22 +83,24 @@ def run(cells: Sequence[Cell], out: Path, *, workers: int = 1, say: Callable[[st
     return Outcome(rows, sorted(failed, key=lambda pair: order[id(pair[0])]))
 
 
-def _computed(
-    todo: Sequence[Cell], out: Path, workers: int, say: Callable[[str], object]
-) -> Iterator[tuple[Cell, str]]:
-    """Each cell as it ends, with the reason where it failed."""
-    if workers <= 1 or len(todo) <= 1:
-        for cell in todo:
-            yield cell, compute(cell, out)
-        return
-    # spawned, not forked: threads of the libraries do not survive a fork
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_start_worker) as pool:
-        waiting = {pool.submit(compute, cell, out): cell for cell in todo}
-        for done in as_completed(waiting):
-            yield waiting[done], done.result()
+def processes(workers: int) -> Backend:
+    """Those of this machine; one: this process itself."""
+
+    def computed(todo: Sequence[Cell], out: Path) -> Iterator[tuple[Cell, str]]:
+        if workers <= 1 or len(todo) <= 1:
+            for cell in todo:
+                yield cell, compute(cell, out)
+            return
+        # spawned, not forked: threads of the libraries do not survive a fork
+        with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=start_worker) as pool:
+            waiting = {pool.submit(compute, cell, out): cell for cell in todo}
+            for done in as_completed(waiting):
+                yield waiting[done], done.result()
+
+    return computed
 
 
-def _start_worker() -> None:
+def start_worker() -> None:
     """One thread a process: the processes share the cores between them."""
     import torch
     import transformers
@@ -94,8 +112,11 @@ def _start_worker() -> None:
 
 def compute(cell: Cell, out: Path) -> str:
     """Work on a cell and store it; returns the reason where it failed, which it may do in any way."""
+    started = time.monotonic()
     try:
-        write_json(cell.path(out), {"key": cell.key, "rows": cell.work()})
+        rows = cell.work()
+        seconds = round(time.monotonic() - started, 3)
+        write_json(cell.path(out), {"key": cell.key, "seconds": seconds, "rows": rows})
     except Exception as error:
         if os.environ.get("VMOER_DEBUG"):
             traceback.print_exc()
