@@ -1,5 +1,9 @@
 """The studies on the embedded model: a few questions, a few steps, every section of the page."""
 
+import re
+import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -8,7 +12,7 @@ import torch
 from vmoer.cli import run
 from vmoer.errors import InputError
 from vmoer.report import read, report
-from vmoer.studies import Study, grid, run_study
+from vmoer.studies import Study, _variants, grid, run_study
 from vmoer.studies._variants import parse
 from vmoer.train import Plan
 
@@ -39,6 +43,7 @@ def test_every_study_and_the_page(tmp_path: Path) -> None:
         "temperature-sweep",
         "calibration",
         "stability",
+        "layer-count",
         "layer-placement",
         "topk-bias",
         "efficiency",
@@ -49,8 +54,30 @@ def test_every_study_and_the_page(tmp_path: Path) -> None:
     methods = {row["method"] for row in rows if row["metric"] == "nll" and row["study"] is None}
     assert {"map", "map+ts", "map-early", "vglr-fc", "vglr-fc+full", "vtsr", "vtsr+full", "mean-only"} <= methods
     page = report(tmp_path).read_text()
-    for section in ("brittleness", "temperature-sweep", "stability", "layer-placement", "topk-bias", "efficiency"):
-        assert f'id="{section}"' in page
+    sections = (
+        "brittleness",
+        "temperature-sweep",
+        "stability",
+        "layer-count",
+        "layer-placement",
+        "topk-bias",
+        "efficiency",
+    )
+    for section in (*sections, "overhead"):
+        assert f'<section id="{section}"' in page
+    figures = {
+        "brittleness-curve",
+        "brittleness-layers",
+        "stability-curves",
+        "layer-count",
+        "overhead-demo",
+        "risk-demo",
+    }
+    assert figures <= set(re.findall(r'<figure id="([^"]+)"', page))
+    counts = {(row["method"], row["layers"]) for row in rows if row["study"] == "layer-count"}
+    assert counts == {(m, f"susceptible:{n}") for m in ("mcdr", "vglr-fc", "vtsr") for n in (1, 2, 4, 8)}
+    # all eight layers are the default preset's own run, which the calibration study has trained already
+    assert not list((tmp_path / "runs").glob("*susceptible8*"))
     stable = [row for row in rows if row["study"] == "stability" and row["metric"] == "jaccard" and row["gamma"] == 0]
     fixed = [row["value"] for row in stable if "fresh" not in row["method"]]
     assert fixed == [1.0] * len(fixed)
@@ -82,6 +109,122 @@ def test_an_impossible_cell_leaves_the_rest_and_exits_with_1(
     assert run([*command, "--limit", "20", "--ood", "demo-faar"]) == 1
     assert "demo-far" in capsys.readouterr().err
     assert run([*command, "--limit", "20", "--ood", "demo-far"]) == 0
+
+
+def test_cells_side_by_side_train_a_run_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four cells want one run at the same moment: one trains while the others wait, and nobody trains it again."""
+    inside, most, trained = 0, 0, 0
+
+    def train(*args: object, out: Path, **settings: object) -> None:
+        nonlocal inside, most, trained
+        inside += 1
+        most = max(most, inside)
+        time.sleep(0.05)
+        if not (out / "run.json").exists():
+            trained += 1
+            out.mkdir(parents=True)
+            (out / "run.json").write_text("{}")
+        inside -= 1
+
+    monkeypatch.setattr(_variants, "train", train)
+    study, out = small(tmp_path), tmp_path / "runs" / "vglr-fc-s0"
+    cells = [
+        threading.Thread(
+            target=_variants._train, args=(study, "vglr-fc"), kwargs={"preset": "default", "out": out, "seed": 0}
+        )
+        for _ in range(4)
+    ]
+    for cell in cells:
+        cell.start()
+    for cell in cells:
+        cell.join()
+    assert (most, trained) == (1, 1)
+
+
+def test_what_trains_comes_before_what_averages(tmp_path: Path) -> None:
+    """Side by side, a cell that averages a run's answers should find the run made."""
+    labels = [(cell.key["method"], cell.key["seed"]) for cell in grid("calibration", small(tmp_path, seeds=(0, 1)))]
+    averaged = ["+" in method for method, _ in labels]
+    assert averaged == sorted(averaged)
+    assert len(labels) == len(set(labels)) == 2 * 7  # five methods, of which two draw
+
+
+def test_only_map_answers_validation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its output temperature is fitted there; nothing reads the others' answers to those questions."""
+    asked: dict[str, set[tuple[str, str]]] = {}
+    monkeypatch.setattr(
+        _variants, "prepare", lambda *args, **kwargs: type("Opened", (), {"model": None, "tokenizer": None})
+    )
+    monkeypatch.setattr(
+        _variants,
+        "predict_task",
+        lambda model, tokenizer, questions, *, method, **more: asked.update(
+            {method: {(q.task, q.split) for q in questions}}
+        ),
+    )
+    for label in ("map", "vglr-fc"):
+        _variants.predict_label(small(tmp_path, limit=4), label, 0, tmp_path / label)
+    everywhere = {("demo", "test"), ("demo-near", "test"), ("demo-far", "test")}
+    assert asked == {"map": everywhere | {("demo", "validation")}, "vglr-fc": everywhere}
+
+
+def claims(rows: list[dict[str, object]]) -> dict[str, bool]:
+    sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+    import demo_claims
+
+    found = demo_claims.Rows(rows)
+    lines = [demo_claims.key_line(found), *demo_claims.stable(found)]
+    return {claim.partition(":")[0] + str(i): passed for i, (passed, claim, _) in enumerate(lines)}
+
+
+def claimed(
+    method: str, seed: int, metric: str, value: float, low: float, high: float, **more: object
+) -> dict[str, object]:
+    keys = {"study": None, "task": "demo", "split": "test", "method": method, "seed": seed, "metric": metric}
+    return keys | {"value": value, "low": low, "high": high} | more
+
+
+@pytest.mark.parametrize(
+    ("method", "accuracy", "high", "seeds", "passes"),
+    [
+        ("vglr-fc+full", -0.009, -0.001, (0, 1, 2), True),
+        ("vglr-fc", -0.011, -0.001, (0, 1, 2), False),  # more than a point of accuracy
+        ("vglr-fc", 0.0, 0.0001, (0, 1, 2), False),  # an interval that includes zero
+        ("vglr-fc", 0.0, -0.001, (0, 1), False),  # a seed is missing
+        ("vglr-fc@paper", 0.0, -0.001, (0, 1, 2), False),  # not the library's defaults
+        ("mean-only", 0.0, -0.001, (0, 1, 2), False),  # a control
+    ],
+)
+def test_the_key_claim_is_read_from_the_intervals(
+    method: str, accuracy: float, high: float, seeds: tuple[int, ...], passes: bool
+) -> None:
+    rows = []
+    for seed in seeds:
+        for metric in ("nll", "brier", "debiased_ece"):
+            rows.append(
+                claimed(method, seed, f"{metric}_minus_map", -0.02, -0.03, high if metric == "brier" else -0.01)
+            )
+        rows.append(claimed(method, seed, "accuracy_minus_map", accuracy, -0.02, 0.01))
+    assert next(iter(claims(rows).values())) is passes
+
+
+def test_stability_claims() -> None:
+    """Two seeds whose mean interval reaches zero pass; below it, or a floor that is not exactly one, they fail."""
+
+    def rows(high: float, floor: float) -> list[dict[str, object]]:
+        about = {"study": "stability", "gamma": 0.005}
+        out = [
+            claimed("vglr-fc", s, "jaccard_minus_map", -0.001, -0.003, h) | about for s, h in ((0, high), (1, 0.001))
+        ]
+        out += [
+            claimed(name, 0, "jaccard", v, v, v, gamma=0) | {"study": "stability"}
+            for name, v in (("vglr-fc", floor), ("vglr-fc (fresh noise)", 0.8))
+        ]
+        return out
+
+    assert list(claims(rows(-0.0005, 1.0)).values())[1:] == [True, True, True]
+    assert list(claims(rows(-0.002, 1.0)).values())[1:] == [True, False, True]
+    assert list(claims(rows(-0.0005, 0.999999)).values())[1:] == [False, True, True]
 
 
 def test_dry_run_prints_the_grid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from vmoer import metrics, tasks
+from vmoer import gates, metrics, tasks
+from vmoer.gates import Gate
 from vmoer.tasks.prompt import encode, letter_ids
 
 from . import STAGES, model_path
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 NOVELTY_LAYERS = (1, 3, 5, 7)
+Randomised = Literal["equal", "own", "logits"]
 
 
 @dataclass(frozen=True)
@@ -75,23 +77,31 @@ def novelty(train: Tensor, states: Tensor) -> np.ndarray:
 
 
 @contextmanager
-def random_routing(model: PreTrainedModel, seed: int = 0) -> Iterator[None]:
-    """Every token goes to K experts drawn at random, with equal weights, in every layer."""
+def random_routing(model: torch.nn.Module, seed: int = 0, how: Randomised = "equal") -> Iterator[None]:
+    """Every token goes to K experts drawn at random, in every layer.
+
+    `how` says how they are weighed: "equal"ly, by the "own" weights that the model gave the experts it would have taken,
+    or by "logits" drawn at random too, with the spread of the layer's own.
+    """
     generator = torch.Generator().manual_seed(seed)
 
-    def hook(module: Any, inputs: Any, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        changed = []
-        for value in outputs:
-            if not value.is_floating_point():
-                drawn = torch.rand(len(value), module.num_experts, generator=generator).argsort(1)[:, : module.top_k]
-                changed.append(drawn.to(value))
-            elif value.shape[-1] == module.top_k:
-                changed.append(torch.full_like(value, 1 / module.top_k))
-            else:
-                changed.append(value)
-        return tuple(changed)
+    def hook_for(gate: Gate) -> Any:
+        def hook(router: torch.nn.Module, inputs: Any, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            own_TN = gate.logits(outputs)
+            drawn_TN = torch.randn(own_TN.shape, generator=generator).to(own_TN)
+            chosen_TK = drawn_TN.topk(gate.scoring.k).indices
+            new, weights, indices = list(outputs), gate.places["weights"], gate.places["indices"]
+            if how == "equal":
+                new[weights] = torch.full_like(outputs[weights], 1 / gate.scoring.k)
+            elif how == "logits":
+                weights_TK = gate.scoring.weigh(drawn_TN * own_TN.std(), chosen_TK, router)
+                new[weights] = weights_TK.to(outputs[weights].dtype)
+            new[indices] = chosen_TK.to(outputs[indices].dtype)
+            return tuple(new)
 
-    hooks = [router.register_forward_hook(hook) for router in _routers(model)]
+        return hook
+
+    hooks = [found.router.register_forward_hook(hook_for(Gate.probe(found))) for found in gates.find(model)]
     try:
         yield
     finally:
@@ -158,7 +168,7 @@ def _router_inputs(model: PreTrainedModel) -> Iterator[list[Tensor]]:
 
 
 def _routers(model: PreTrainedModel) -> list[torch.nn.Module]:
-    return [layer.block_sparse_moe.router for layer in model.model.layers]
+    return [found.router for found in gates.find(model)]
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from vmoer import scores
 from vmoer.errors import InputError
 from vmoer.metrics import auroc
-from vmoer.report import figures, page, studies, summaries
+from vmoer.report import figures, overhead, page, studies, summaries
 from vmoer.report.figures import Figure
 from vmoer.report.page import Section
 from vmoer.report.tables import Entry, Table, to_csv, to_latex, to_markdown, to_terminal
@@ -62,8 +62,10 @@ def _figures(group: Predictions, task: str, slug: str) -> Iterator[Figure]:
     cells = _first_seed(group, task)
     for method, cell in cells.items():
         yield figures.reliability(f"reliability-{slug}-{_slug(method)}", method, cell, f"on {task}")
-    if cells:
-        yield figures.risk_coverage(f"risk-{slug}", cells, f"by confidence, on {task}")
+    # dozens of curves cannot be told apart: then those whose answers are averaged lie in the tables alone
+    drawn = {name: c for name, c in cells.items() if len(cells) <= 12 or "+" not in name or name in scores.BASELINES}
+    if drawn:
+        yield figures.risk_coverage(f"risk-{slug}", drawn, f"by confidence, on {task}")
 
 
 def _ood_figures(group: Predictions, slug: str) -> Iterator[Figure]:
@@ -143,7 +145,7 @@ def report(directory: Path) -> Path:
     has_predictions = any(directory.glob("predictions.parquet")) or any(directory.glob("*/predictions.parquet"))
     predictions = scores.load(directory) if has_predictions else []
     answered = [row for row in rows if row.get("study") not in studies.BUILDERS]
-    made = [*sections(answered, predictions), *studies.sections(rows)]
+    made = [*sections(answered, predictions), *studies.sections(rows), *overhead.sections(directory, rows)]
     parquets = [str(path.relative_to(directory)) for path in scores.files(directory)] if has_predictions else []
     sources = [
         *_HOW,

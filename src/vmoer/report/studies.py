@@ -3,155 +3,18 @@
 Every builder takes the rows of one study and returns what there is to show; rows of one model and task are assumed.
 """
 
-import json
-from collections.abc import Iterable, Sequence
-from functools import cache
-from importlib.resources import files
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
-from vmoer.report.figures import Figure, canvas, style
+from vmoer.report import factors, robustness
+from vmoer.report.figures import canvas, style
 from vmoer.report.page import Section
+from vmoer.report.robustness import brittleness_curve, brittleness_layers
+from vmoer.report.rows import Row, mean, only, papers_value, spread, values
 from vmoer.report.tables import Entry, Table, number
 
-Row = dict[str, Any]
-
-
-@cache
-def paper() -> list[Row]:
-    """The paper's tables as data, each value with the number of its table."""
-    return list(json.loads((files("vmoer.report") / "paper.json").read_text())["rows"])
-
-
-def papers_value(study: str, method: str, metric: str, model: str = "granite", **keys: Any) -> float | None:
-    """What the paper prints for Granite, or None."""
-    wanted = {"study": study, "method": method, "metric": metric, "model": model, **keys}
-    return next((row["value"] for row in paper() if all(row.get(k) == v for k, v in wanted.items())), None)
-
-
-def _only(rows: Iterable[Row], **keys: Any) -> list[Row]:
-    return [row for row in rows if all(row.get(k) == v for k, v in keys.items())]
-
-
-def _values(rows: Iterable[Row], key: str) -> list[Any]:
-    return list(dict.fromkeys(row[key] for row in rows if row.get(key) is not None))
-
-
-def _mean(rows: Sequence[Row]) -> float | None:
-    return float(np.mean([row["value"] for row in rows])) if rows else None
-
-
-def _spread(rows: Sequence[Row], digits: int = 3) -> Entry:
-    """Mean over seeds with the lowest and highest; for one seed the interval of the row itself, where it has one."""
-    if not rows:
-        return Entry("-")
-    values = [row["value"] for row in rows]
-    if len(rows) == 1:
-        return number(values[0], rows[0].get("low"), rows[0].get("high"), digits)
-    return number(float(np.mean(values)), min(values), max(values), digits)
-
-
-# -- brittleness -------------------------------------------------------------------------------------------------------
-
-
-def brittleness_curve(rows: Sequence[Row]) -> Figure:
-    """Mean Jaccard over layers against gamma."""
-    found = _only(rows, metric="jaccard")
-    gammas = sorted(_values(found, "gamma"))
-    means = [_mean(_only(found, gamma=gamma)) for gamma in gammas]
-    with canvas("brittleness-curve", (3.4, 2.6)) as drawn:
-        axes = drawn.axes[0]
-        axes.plot(gammas, means, marker="o", markersize=3.5, **style(0))
-        axes.set(xscale="log", ylim=(0, 1.02), xlabel="noise level gamma", ylabel="mean Jaccard")
-        listed = ", ".join(f"{gamma:g}: {mean:.2f}" for gamma, mean in zip(gammas, means, strict=True))
-        return drawn.figure("Routing under noise, mean over layers", f"Mean Jaccard of expert sets by gamma: {listed}.")
-
-
-def brittleness_layers(rows: Sequence[Row]) -> Figure:
-    """The distribution over tokens at the diagnostic level, a box a layer."""
-    quantiles = [row for row in rows if str(row["metric"]).startswith("quantile_")]
-    layers = sorted(_values(quantiles, "layer"))
-    with canvas("brittleness-layers", (max(3.4, 0.22 * len(layers) + 1), 2.6)) as drawn:
-        axes = drawn.axes[0]
-        medians = []
-        for layer in layers:
-            q = {row["metric"].removeprefix("quantile_"): row["value"] for row in _only(quantiles, layer=layer)}
-            axes.vlines(layer, q["0.05"], q["0.95"], color=style(0)["color"], linewidth=1)
-            axes.vlines(layer, q["0.25"], q["0.75"], color=style(0)["color"], linewidth=5, alpha=0.6)
-            axes.plot([layer], [q["0.5"]], marker="_", markersize=9, color=style(1)["color"])
-            medians.append(f"{layer}: {q['0.5']:.2f}")
-        axes.set(ylim=(-0.02, 1.02), xlabel="layer", ylabel="Jaccard")
-        caption = "Per-layer distribution over tokens at gamma = 0.01: 5-95% line, quartiles, median"
-        return drawn.figure(caption, f"Median Jaccard at gamma 0.01 by layer: {', '.join(medians)}.")
-
-
-def _brittleness(rows: list[Row]) -> Section:
-    ranks = sorted(_only(rows, metric="rank", seed=min(_values(rows, "seed"))), key=lambda row: row["value"])
-    ranking = ", ".join(str(row["layer"]) for row in ranks)
-    found = _only(rows, metric="jaccard")
-    gammas = sorted(_values(found, "gamma"))
-    body = []
-    for layer in sorted(_values(found, "layer")):
-        body.append([Entry(str(layer)), *(_spread(_only(found, layer=layer, gamma=g)) for g in gammas)])
-    relative = {row["gamma"]: row.get("relative") for row in found}
-    notes = [f"Most brittle first at gamma 0.01: layers {ranking}."]
-    if all(relative.get(g) for g in gammas):
-        notes.append("Relative noise gamma sqrt(D): " + ", ".join(f"{g:g} is {relative[g]:.3g}" for g in gammas) + ".")
-    table = Table(
-        "brittleness", "Jaccard of expert sets by layer and gamma", ["layer", *(f"{g:g}" for g in gammas)], body, notes
-    )
-    text = "Noise on the residual stream entering one layer at a time, before its input norm; what its router selects then."
-    return Section("brittleness", "Brittleness", [text], [table], [brittleness_curve(rows), brittleness_layers(rows)])
-
-
-# -- stability ---------------------------------------------------------------------------------------------------------
-
-
-def _stability(rows: list[Row]) -> Section:
-    found = _only(rows, metric="jaccard")
-    gammas = sorted(_values(found, "gamma"))
-    body = []
-    for method in _values(found, "method"):
-        entries = [_spread(_only(found, method=method, gamma=gamma)) for gamma in gammas]
-        printed = [papers_value("stability", method.partition("@")[0], "jaccard", gamma=gamma) for gamma in gammas[1:]]
-        theirs = " / ".join("-" if value is None else f"{value:.3f}" for value in printed)
-        body.append([Entry(method), *entries, Entry(theirs if any(v is not None for v in printed) else "-")])
-    columns = [
-        "method",
-        "two identical passes",
-        *(f"{gamma:g}" for gamma in gammas[1:]),
-        "paper (Granite), same gammas",
-    ]
-    notes = ["Mean over the attached layers; intervals over prompts. The column of identical passes is the floor."]
-    table = Table("stability", "Routing stability: Jaccard under noise", columns, body, notes)
-    verdicts = []
-    for method in _values(_only(rows, metric="jaccard_minus_map"), "method"):
-        line = [Entry(method)]
-        for gamma in gammas:
-            for row in _only(rows, metric="jaccard_minus_map", method=method, gamma=gamma)[:1]:
-                tone = "better" if row["low"] > 0 else "worse" if row["high"] < 0 else ""
-                entry = number(row["value"], row["low"], row["high"])
-                line.append(entry._replace(tone=tone))
-        verdicts.append(line)
-    against = Table(
-        "stability-against-map",
-        "Difference to map at the same layers, fixed points",
-        ["method", "two identical passes", *(f"{gamma:g}" for gamma in gammas[1:])],
-        verdicts,
-        ["Paired over prompts, lowest seed. An interval that includes zero is no difference."],
-    )
-    with canvas("stability-curves", (3.4, 3.4)) as drawn:
-        axes = drawn.axes[0]
-        for i, method in enumerate(_values(found, "method")):
-            means = [_mean(_only(found, method=method, gamma=gamma)) for gamma in gammas[1:]]
-            axes.plot(gammas[1:], means, marker="o", markersize=3, label=method, **style(i))
-        axes.set(xscale="log", ylim=(None, 1.01), xlabel="noise level gamma", ylabel="mean Jaccard")
-        drawn.drawing.legend(loc="outside lower center")
-        figure = drawn.figure("Jaccard against noise", "Mean Jaccard of expert sets against gamma, a line a method.")
-    text = "Stability verified as in the brittleness measurement, at the attached layers, with fixed points and with fresh noise."
-    return Section("stability", "Routing stability", [text], [table, against], [figure])
-
+__all__ = ["BUILDERS", "brittleness_curve", "brittleness_layers", "sections"]
 
 # -- efficiency --------------------------------------------------------------------------------------------------------
 
@@ -163,8 +26,9 @@ _MEAN_FIELD = (
 
 def _efficiency(rows: list[Row]) -> Section:
     body = []
-    for method in _values(rows, "method"):
-        own = {row["metric"]: row["value"] for row in _only(rows, method=method)}
+    rows = [row for row in rows if row["metric"] != "time_ratio"]  # what was timed has a section of its own
+    for method in values(rows, "method"):
+        own = {row["metric"]: row["value"] for row in only(rows, method=method)}
         theirs = {metric: papers_value("efficiency", method, metric) for metric in ("parameters", "macs")}
         body.append(
             [
@@ -198,8 +62,8 @@ def _efficiency(rows: list[Row]) -> Section:
     ]
     table = Table("efficiency", "Parameters and arithmetic", columns, body, notes)
     with canvas("efficiency-bars", (3.4, 2.6)) as drawn:
-        axes, methods = drawn.axes[0], _values(rows, "method")
-        shares = [_mean(_only(rows, method=method, metric="macs_percent_of_paper")) or 0.0 for method in methods]
+        axes, methods = drawn.axes[0], values(rows, "method")
+        shares = [mean(only(rows, method=method, metric="macs_percent_of_paper")) or 0.0 for method in methods]
         axes.barh(methods[::-1], shares[::-1], color=style(0)["color"], alpha=0.8)
         axes.axvline(1, linewidth=0.8, color=style(1)["color"])
         axes.set(xlabel="added MACs, % of 0.897 G")
@@ -215,9 +79,9 @@ def _efficiency(rows: list[Row]) -> Section:
 
 def _ablation(rows: list[Row], name: str, title: str, text: str) -> Section:
     body = []
-    for method in _values(rows, "method"):
-        for layers in _values(_only(rows, method=method), "layers"):
-            own = _only(rows, method=method, layers=layers)
+    for method in values(rows, "method"):
+        for layers in values(only(rows, method=method), "layers"):
+            own = only(rows, method=method, layers=layers)
             strategy = layers.partition(":")[0]
             printed = "susceptible" if strategy == "susceptible" else f"{strategy}-10"
             theirs = [
@@ -225,18 +89,18 @@ def _ablation(rows: list[Row], name: str, title: str, text: str) -> Section:
                 for m in ("jaccard_minus_map", "ece", "auroc")
             ]
             shown = " / ".join("-" if value is None else f"{value:.3f}" for value in theirs)
-            signals = [s for s in _values(own, "signal") if s != "novelty"]
+            signals = [s for s in values(own, "signal") if s != "novelty"]
             signal = signals[0] if signals else None
             body.append(
                 [
                     Entry(method),
                     Entry(layers),
-                    _spread(_only(own, metric="jaccard_minus_map")),
-                    _spread(_only(own, metric="ece")),
-                    _spread(_only(own, metric="debiased_ece")),
-                    _spread(_only(own, metric="nll")),
-                    _spread(_only(own, metric="auroc", signal=signal)),
-                    _spread(_only(own, metric="auroc", signal="novelty")),
+                    spread(only(own, metric="jaccard_minus_map")),
+                    spread(only(own, metric="ece")),
+                    spread(only(own, metric="debiased_ece")),
+                    spread(only(own, metric="nll")),
+                    spread(only(own, metric="auroc", signal=signal)),
+                    spread(only(own, metric="auroc", signal="novelty")),
                 ]
             )
             if name == "layer-placement":
@@ -252,7 +116,7 @@ def _ablation(rows: list[Row], name: str, title: str, text: str) -> Section:
         "AUROC (novelty)",
     ]
     columns += ["paper: dJS / ECE / AUROC"] * (name == "layer-placement")
-    floor = _mean(_only(rows, metric="ece_floor"))
+    floor = mean(only(rows, metric="ece_floor"))
     notes = [
         "Ranges are the lowest and highest seed.",
         f"ECE of a calibrated model with these confidences: about {floor:.3f}.",
@@ -261,19 +125,22 @@ def _ablation(rows: list[Row], name: str, title: str, text: str) -> Section:
     figures = []
     if name == "layer-count":
         with canvas("layer-count", (3.4, 2.8)) as drawn:
-            axes = drawn.axes[0]
-            for i, method in enumerate(_values(rows, "method")):
-                own = _only(rows, method=method, metric="ece")
+            axes, said = drawn.axes[0], []
+            for i, method in enumerate(values(rows, "method")):
+                own = only(rows, method=method, metric="ece")
                 counts = sorted({int(row["layers"].partition(":")[2]) for row in own})
                 at = [[r["value"] for r in own if r["layers"] == f"susceptible:{n}"] for n in counts]
                 axes.plot(counts, [np.mean(v) for v in at], marker="o", markersize=3, label=method, **style(i))
                 axes.fill_between(
                     counts, [min(v) for v in at], [max(v) for v in at], color=style(i)["color"], alpha=0.15
                 )
+                said.append(f"{method}: " + ", ".join(f"{n} {np.mean(v):.3f}" for n, v in zip(counts, at, strict=True)))
             axes.set(xlabel="layers attached", ylabel="ECE")
             axes.legend()
             figures.append(
-                drawn.figure("ECE by number of layers, range over seeds", "ECE against the number of layers.")
+                drawn.figure(
+                    "ECE by number of layers, range over seeds", f"ECE by number of layers. {'; '.join(said)}."
+                )
             )
     return Section(name, title, [text], [table], figures)
 
@@ -293,17 +160,17 @@ def _layer_placement(rows: list[Row]) -> Section:
 
 def _temperature_sweep(rows: list[Row]) -> Section:
     sampled = [row for row in rows if row.get("layer") is not None]
-    line = {metric: _mean(_only(rows, method="map", metric=metric)) for metric in ("accuracy", "ece", "ece_floor")}
-    temperatures = sorted(_values(sampled, "temperature"))
-    first = min(_values(sampled, "layer"))
+    line = {metric: mean(only(rows, method="map", metric=metric)) for metric in ("accuracy", "ece", "ece_floor")}
+    temperatures = sorted(values(sampled, "temperature"))
+    first = min(values(sampled, "layer"))
     body = []
     for t in temperatures:
-        at = _only(sampled, temperature=t)
+        at = only(sampled, temperature=t)
         later = [row for row in at if row["layer"] != first]
         body.append(
             [
                 Entry(f"{t:g}"),
-                *(number(_mean(_only(group, metric=m))) for group in (at, later) for m in ("accuracy", "ece")),
+                *(number(mean(only(group, metric=m))) for group in (at, later) for m in ("accuracy", "ece")),
             ]
         )
     columns = ["T", "accuracy, all layers", "ECE, all layers", f"accuracy, without {first}", f"ECE, without {first}"]
@@ -316,9 +183,9 @@ def _temperature_sweep(rows: list[Row]) -> Section:
     for metric in ("accuracy", "ece"):
         with canvas(f"temperature-{metric}", (3.4, 2.8)) as drawn:
             axes = drawn.axes[0]
-            for i, layer in enumerate(sorted(_values(sampled, "layer"))):
-                values = [_mean(_only(sampled, layer=layer, temperature=t, metric=metric)) for t in temperatures]
-                axes.plot(temperatures, values, label=f"layer {layer}", **style(i))
+            for i, layer in enumerate(sorted(values(sampled, "layer"))):
+                found = [mean(only(sampled, layer=layer, temperature=t, metric=metric)) for t in temperatures]
+                axes.plot(temperatures, found, label=f"layer {layer}", **style(i))
             axes.axhline(line[metric], linewidth=0.8, linestyle=":", color=style(7)["color"])
             axes.set(xlabel="temperature", ylabel=metric)
             drawn.drawing.legend(loc="outside lower center", ncols=4)
@@ -339,8 +206,8 @@ def _topk_bias(rows: list[Row]) -> Section:
         "answers_changed": "answers changed",
     }
     body = [
-        [Entry(method), *(_spread(_only(rows, method=method, metric=metric)) for metric in metrics)]
-        for method in _values(rows, "method")
+        [Entry(method), *(spread(only(rows, method=method, metric=metric)) for metric in metrics)]
+        for method in values(rows, "method")
     ]
     table = Table("topk-bias", "Top-K of the average, average of Top-K", ["method", *metrics.values()], body)
     text = "What keeping K experts costs: how often single samples would choose others, and what averaging whole passes changes."
@@ -348,13 +215,14 @@ def _topk_bias(rows: list[Row]) -> Section:
 
 
 BUILDERS = {
-    "brittleness": _brittleness,
+    "brittleness": robustness.brittleness,
     "temperature-sweep": _temperature_sweep,
-    "stability": _stability,
+    "stability": robustness.stability,
     "layer-count": _layer_count,
     "layer-placement": _layer_placement,
     "topk-bias": _topk_bias,
     "efficiency": _efficiency,
+    "factors": factors.section,
 }
 
 

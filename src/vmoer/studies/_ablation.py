@@ -10,22 +10,27 @@ from vmoer.layers import brittleness
 from vmoer.predict import predict_task
 from vmoer.routers import Deterministic
 from vmoer.studies._grid import Row, row
-from vmoer.studies._variants import Study, batches, prepare
+from vmoer.studies._variants import Study, alone, batches, prepare
+from vmoer.train import PRESETS
 
 GAMMA, QUESTIONS = 0.005, 100
 SIGNAL = {"mcdr": "mc_logit_variance", "vglr-fc": "logit_variance", "vtsr": "gate_entropy"}
 """The signal the paper reports for each."""
 
 
-def measure(study_name: str, study: Study, method: str, layers: str, seed: int) -> list[Row]:
+def measure(study_name: str, study: Study, method: str, layers: str, seed: int, everywhere: bool = False) -> list[Row]:
+    """`everywhere` says that these are all layers: what the default preset trains, so that its run serves here too."""
     import pyarrow.parquet as pq
 
-    opened = prepare(study, method, seed, layers=layers)
+    own_run = everywhere and PRESETS["default"].layers == "all"
+    opened = prepare(study, method, seed, layers=None if own_run else layers)
     model: Any = opened.model
     test = study.questions(study.task, "test")
     questions = [*test, *study.questions(study.ood[-1], "test")]
     folder = study.out / "ablations" / f"{method}-{layers}-s{seed}".replace(":", "")
-    table = pq.read_table(predict_task(model, opened.tokenizer, questions, folder=folder, method=method, seed=seed))
+    with alone(folder):  # the same layers may be asked for by both ablations
+        path = predict_task(model, opened.tokenizer, questions, folder=folder, method=method, seed=seed)
+    table = pq.read_table(path)
     log_probs, answers = m.pad(table["log_probs"].to_pylist()), np.asarray(table["answer"].to_pylist())
     inside = np.asarray(table["task"].to_pylist()) == study.task
     confidence, correct = m.confidence(log_probs[inside]), m.correct_per_question(log_probs[inside], answers[inside])

@@ -12,7 +12,10 @@ import dataclasses
 import json
 import math
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import cache
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,7 @@ from vmoer.gates import find
 from vmoer.models import Opened, open_model
 from vmoer.predict import predict_task
 from vmoer.routers import Config, Deterministic, MeanField, method
+from vmoer.studies._grid import start_worker
 from vmoer.train import PRESETS, STAGE1, Plan, train
 
 CONTROLS: dict[str, Config] = {
@@ -87,8 +91,7 @@ def parse(label: str) -> tuple[str, str, str]:
 def prepare(study: Study, label: str, seed: int, *, layers: str | None = None, **changes: Any) -> Opened:
     """The model of a label, trained where it is not yet, opened for evaluation."""
     key, preset, _ = parse(label)
-    # the paper's protocol trains stage 1 on everything, ours holds a share back
-    source = study.out / "runs" / f"map{'@paper' if preset == 'paper' else ''}-s{seed}"
+    source = _source(study, seed, preset)
     embedded = study.stage1.epochs == 0
     if not (embedded and key in STATES):
         _train(study, "map", preset=preset, out=source, seed=seed)
@@ -99,29 +102,70 @@ def prepare(study: Study, label: str, seed: int, *, layers: str | None = None, *
         opened = open_model(name, device=study.device, dtype=study.dtype)
         if attachment_of(opened.model) is None:
             attach(opened.model, Deterministic())
-        return opened
+        return merged(opened)
     folder = study.out / "runs" / f"{label.partition('+')[0]}{f'-{layers}' if layers else ''}-s{seed}".replace(":", "")
     _train(study, key, preset=preset, out=folder, seed=seed, layers=layers, from_map=source, **changes)
-    return open_model(folder, device=study.device, dtype=study.dtype)
+    return merged(open_model(folder, device=study.device, dtype=study.dtype))
+
+
+def merged(opened: Opened) -> Opened:
+    """The adapter added to the weights, as it was when stage 2 was trained: once, not in every pass."""
+    if hasattr(opened.model, "merge_adapter"):
+        opened.model.merge_adapter()
+    return opened
+
+
+@cache
+def moe_layers(model: str) -> int:
+    """How many layers of a model have experts."""
+    return len(find(open_model(model, device="cpu").model))
 
 
 def paper_layers(model: str) -> str:
     """Ten layers, as printed; of a model with fewer the same share, ten in thirty-two."""
-    available = len(find(open_model(model, device="cpu").model))
+    available = moe_layers(model)
     return f"susceptible:{10 if available >= 10 else math.ceil(available * 10 / 32)}"
 
 
-def share_stage1(study: Study) -> None:
-    """Stage 1 of every seed and preset that the study's methods start from."""
-    for seed in study.seeds:
-        for preset in {parse(label)[1] for label in study.methods}:
-            source = study.out / "runs" / f"map{'@paper' if preset == 'paper' else ''}-s{seed}"
-            _train(study, "map", preset=preset, out=source, seed=seed)
+def share_stage1(study: Study, workers: int = 1) -> None:
+    """Stage 1 of every seed and preset that the study's methods start from, in as many processes as are given."""
+    presets = sorted({parse(label)[1] for label in study.methods})
+    wanted = [(seed, preset) for seed in study.seeds for preset in presets]
+    missing = [pair for pair in wanted if not (_source(study, *pair) / "run.json").exists()]
+    if workers > 1 and len(missing) > 1:
+        how: dict[str, Any] = {"mp_context": get_context("spawn"), "initializer": start_worker}
+        with ProcessPoolExecutor(min(workers, len(missing)), **how) as pool:
+            list(pool.map(_first_stage, [study] * len(missing), *zip(*missing, strict=True)))
+    else:
+        for pair in missing:
+            _first_stage(study, *pair)
+
+
+def _source(study: Study, seed: int, preset: str) -> Path:
+    """The paper's protocol trains stage 1 on everything, ours holds a share back."""
+    return study.out / "runs" / f"map{'@paper' if preset == 'paper' else ''}-s{seed}"
+
+
+def _first_stage(study: Study, seed: int, preset: str) -> None:
+    _train(study, "map", preset=preset, out=_source(study, seed, preset), seed=seed)
+
+
+def alone(folder: Path) -> Any:
+    """A lock on a folder of files: cells side by side may want the same run, which one of them makes and the others wait for."""
+    from filelock import FileLock  # torch brings it
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    return FileLock(folder.parent / f".{folder.name}.lock")
 
 
 def _train(study: Study, key: str, *, preset: str, out: Path, seed: int, **changes: Any) -> None:
     if (out / "run.json").exists():
         return
+    with alone(out):
+        _train_alone(study, key, preset=preset, out=out, seed=seed, **changes)
+
+
+def _train_alone(study: Study, key: str, *, preset: str, out: Path, seed: int, **changes: Any) -> None:
     chosen: str | Config = CONTROLS.get(key, key)
     if key == "map":
         changes["layers"] = "all"
@@ -161,14 +205,14 @@ def _transferred(source: Path, run: str, config: Config) -> Config:
 def predict_label(
     study: Study, label: str, seed: int, folder: Path, questions: Sequence[tasks.Question] | None = None
 ) -> None:
-    """Predictions of a label on validation and test of its task and on the shifted sets, unless they are there already."""
+    """Predictions of a label on its task and on the shifted sets, unless they are there already."""
     if (folder / "meta.json").exists():
         return
     opened = prepare(study, label, seed)
     if questions is None:
-        questions = [*study.questions(study.task, "test"), *study.questions(study.task, "validation")]
-        for shifted in study.ood:
-            questions += study.questions(shifted, "test")
+        wanted = [(study.task, "test"), *((shifted, "test") for shifted in study.ood)]
+        wanted += [(study.task, "validation")] * (label == "map")  # its output temperature is fitted there
+        questions = [question for task, split in wanted for question in study.questions(task, split)]
     averaging: Any = parse(label)[2]
     predict_task(
         opened.model,

@@ -1,7 +1,7 @@
 """Tables 1 and 2 and their full versions: every method, baseline and control, the three kinds of averaging, every shift.
 
-A cell is one label and seed: trained where it is not yet, then predicted on validation, test and the shifted sets. Metrics
-come from the predictions alone (`vmoer.scores`): calibration, out-of-distribution detection and selective prediction at once.
+A cell is one label and seed: trained where it is not yet, then predicted on test and the shifted sets. Metrics come from the
+predictions alone (`vmoer.scores`): calibration, out-of-distribution detection and selective prediction at once.
 """
 
 from functools import partial
@@ -25,10 +25,13 @@ def labels(study: Study) -> list[str]:
 
 def cells(study: Study) -> list[Cell]:
     common = study.common() | {"ood": ",".join(study.ood), "passes": study.passes}
+    # those that train before those that average the answers of a run: side by side, nobody waits for a run in the making
     return [
         Cell(STUDY, {"method": label, "seed": seed, **common}, partial(work, study, label, seed))
+        for averaged in (False, True)
         for seed in study.seeds
         for label in labels(study)
+        if ("+" in label) == averaged
     ]
 
 

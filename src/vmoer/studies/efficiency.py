@@ -4,17 +4,25 @@ parameters   of the attached modules; for weight-space methods the S - 1 further
 MACs         multiply-accumulates a token by PyTorch's counter over one forward of the router, over 2; the paper prints
              these under the name GFLOPs. Products of a triangle are counted as dense ones, which is what is computed
 percentages  against the paper's denominators (800M active parameters, 0.897 G) and against this geometry's own
+time         of a pass over the study's own model and prompts, against the same pass with the method switched off
+
+Time is measured, so it is the one number of the studies that differs from run to run.
 """
 
+import statistics
+import time
 from functools import partial
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from vmoer.attach import attach, routers_of
+from vmoer.attach import attach, attachment_of, detach, routers_of, switched_off
+from vmoer.fitting import fit
+from vmoer.models import open_model
 from vmoer.routers import Call, methods
 from vmoer.studies._grid import Cell, Row, row
+from vmoer.studies._variants import Study, batches
 
 STUDY = "efficiency"
 GRANITE = dict(
@@ -24,10 +32,13 @@ GRANITE |= dict(num_attention_heads=24, num_key_value_heads=8, vocab_size=49155)
 PAPER_PARAMETERS, PAPER_MACS = 800e6, 0.897e9
 METHODS = ("mcdr", "swag", "vglr-mf", "vglr-fc", "vglr-lr", "vtsr", "laplace")
 LAYERS, SAMPLES, TOKENS = 10, 35, 64
+PROMPTS, ROUNDS = 64, 15
 
 
-def cells() -> list[Cell]:
-    return [Cell(STUDY, {"method": key}, partial(cost, key)) for key in METHODS]
+def cells(study: Study) -> list[Cell]:
+    counted = [Cell(STUDY, {"method": key}, partial(cost, key)) for key in METHODS]
+    key = {"model": study.model, "task": study.task, "measured": "time"}
+    return [*counted, Cell(STUDY, key, partial(measured, study))]
 
 
 def granite(layers: int = LAYERS) -> Any:
@@ -62,6 +73,44 @@ def cost(key: str) -> list[Row]:
         row(STUDY, "macs_percent_of_paper", 100 * macs / PAPER_MACS, **common),
         row(STUDY, "macs_percent", 100 * macs / own_macs, **common),
     ]
+
+
+@torch.no_grad()
+def measured(study: Study) -> list[Row]:
+    """A pass over one batch, each method on all layers, on and off by turns: the median and quartiles of the ratio."""
+    opened = open_model(study.model, device=study.device, dtype=study.dtype)
+    model: Any = opened.model
+    batch = batches(study, opened, study.questions(study.task, "test")[:PROMPTS], size=PROMPTS)[0]
+    tokens = int(batch["attention_mask"].sum())
+    common = {"model": study.model, "phase": "prefill", "tokens": tokens, "batch": len(batch["attention_mask"])}
+
+    def seconds() -> float:
+        _wait(model.device)
+        start = time.perf_counter()
+        model(**batch, use_cache=False)
+        _wait(model.device)
+        return time.perf_counter() - start
+
+    rows = []
+    for key in METHODS:
+        if attachment_of(model) is not None:
+            detach(model)
+        attach(model, methods()[key]())
+        if any(router.needs_fit for router in routers_of(model).values()):
+            fit(model, [batch])
+        ratios = []
+        for _ in range(ROUNDS + 1):
+            with switched_off(model):
+                plain = seconds()
+            ratios.append(seconds() / plain)
+        low, middle, high = statistics.quantiles(ratios[1:], n=4, method="inclusive")  # the first pass warms up
+        rows.append(row(STUDY, "time_ratio", middle, method=key, **common) | {"low": low, "high": high})
+    return rows
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def router_macs(router: Any, weight: torch.Tensor, key: str) -> float:

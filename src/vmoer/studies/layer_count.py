@@ -20,7 +20,7 @@ def cells(study: Study) -> list[Cell]:
         Cell(
             STUDY,
             {"method": method, "layers": n, "seed": seed, "ood": study.ood[-1:], **study.common()},
-            partial(measure, STUDY, study, method, f"susceptible:{n}", seed),
+            partial(measure, STUDY, study, method, f"susceptible:{n}", seed, everywhere=n == available),
         )
         for method in METHODS
         for n in counts
