@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test clean
+.PHONY: demo test docs clean
 
 demo: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/vmoer demo --out out/demo
@@ -15,6 +15,11 @@ test: $(STAMP)
 	$(BIN)/mypy
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -q
 
+# the site, into site/: strict, so that a broken link or a page without a module stops it; no network
+docs: $(STAMP)
+	$(BIN)/python docs/pages.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 # torch first and pinned: the registry's default build would bring several gigabytes of CUDA packages
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -23,4 +28,4 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 clean:
-	rm -rf $(VENV) out
+	rm -rf $(VENV) out site
