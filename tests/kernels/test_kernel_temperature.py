@@ -72,15 +72,16 @@ def test_perturbed_logits(name: str, experts: int) -> None:
 
 
 @pytest.mark.parametrize(("k", "normalise"), [(1, False), (8, True), (16, False)])
-@pytest.mark.parametrize("tokens_a_program", [1, 4])
-def test_choice_at_given_temperatures(k: int, normalise: bool, tokens_a_program: int) -> None:
-    """Chosen by the perturbed logits, weighed by the unperturbed ones."""
+@pytest.mark.parametrize(("tokens_a_program", "own"), [(1, False), (4, False), (4, True)])
+def test_choice_at_given_temperatures(k: int, normalise: bool, tokens_a_program: int, own: bool) -> None:
+    """Chosen by the perturbed logits, weighed by the unperturbed ones, scaled or the model's own."""
     tokens = 7
     logits_TN = Case(tokens, 40).mean_TN
     temperature_T = torch.linspace(0.2, 5, tokens, device=DEVICE)
     keys = Keys((7, 3, 12), torch.arange(tokens, device=DEVICE))
-    got = temperature.temper(logits_TN, temperature_T, keys, ask=Ask(k, normalise), tokens_a_program=tokens_a_program)
-    expected = temperature.reference(logits_TN, temperature_T, keys)
+    ask = Ask(k, normalise)
+    got = temperature.temper(logits_TN, temperature_T, keys, own=own, ask=ask, tokens_a_program=tokens_a_program)
+    expected = temperature.reference(logits_TN, temperature_T, keys, own=own)
     assert got.weights_TK is not None
     assert got.indices_TK is not None
     assert_same_experts(got.indices_TK, expected.select_TN, 1e-4)

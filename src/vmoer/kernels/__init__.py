@@ -108,6 +108,7 @@ def temper(
     keys: Keys,
     *,
     bounds: tuple[float, float] | None = None,
+    own: bool = False,
     ask: Ask | None = None,
 ) -> Tempered | None:
     """VTSR's scaled and perturbed logits (vmoer.kernels.temperature.temper), or None."""
@@ -118,7 +119,7 @@ def temper(
         return None
     from vmoer.kernels import temperature
 
-    return temperature.temper(logits_TN, x_T, keys, bounds=bounds, ask=ask)
+    return temperature.temper(logits_TN, x_T, keys, bounds=bounds, own=own, ask=ask)
 
 
 def novelty(u_TD: Tensor, basis_RD: Tensor, inverse_R: Tensor, rest: Tensor) -> Tensor | None:

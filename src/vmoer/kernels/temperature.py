@@ -1,7 +1,7 @@
 """VTSR in one pass: temperature, scaled logits, Gumbel noise from the counter hash, Top-K and gate weights.
 
     T(u) = T_min + (1 - T_min) s (1 + a) / (1 + a s),   s = softplus(x) / log 2,   a = (1 - T_min) / (T_max - 1)
-    select by  l + T gumbel(keys, expert),   weigh by  l / T                   (vmoer.routers.variational_temperature)
+    select by  l + T gumbel(keys, expert),   weigh by  l / T or by l           (vmoer.routers.variational_temperature)
 
 The hash is vmoer.noise.hash32 bit for bit, so a token draws the same noise here as there, on every device. -log(u) is taken
 from 1 - u by a series where u is near 1: that is where the noise is large and decides, and where an approximate logarithm
@@ -48,7 +48,7 @@ def _temperature_kernel(
     logits_ptr, x_ptr, position_ptr, first_ptr, temperature_ptr, scaled_ptr, select_ptr, weights_ptr, indices_ptr,
     tokens, state, between, low, high, gate_scale, logits_t, logits_n, x_t, position_t, first_t,
     N: tl.constexpr, N_PAD: tl.constexpr, B: tl.constexpr, FIRST: tl.constexpr, BETWEEN: tl.constexpr, RAW: tl.constexpr,
-    K: tl.constexpr, K_PAD: tl.constexpr, NORMALISE: tl.constexpr,
+    OWN: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, NORMALISE: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0) * B + tl.arange(0, B)
     n = tl.arange(0, N_PAD)
@@ -68,7 +68,9 @@ def _temperature_kernel(
     logits_BN = tl.load(
         logits_ptr + t64[:, None] * logits_t + n.to(tl.int64)[None, :] * logits_n, mask=inside, other=0.0
     ).to(tl.float32)
-    scaled_BN = logits_BN / temperature[:, None]
+    scaled_BN = logits_BN
+    if not OWN:
+        scaled_BN = logits_BN / temperature[:, None]
 
     key = tl.zeros([B], tl.uint32) + state.to(tl.uint32, bitcast=True)
     if FIRST:
@@ -111,10 +113,14 @@ def temper(
     keys: Keys,
     *,
     bounds: tuple[float, float] | None = None,
+    own: bool = False,
     ask: Ask | None = None,
     tokens_a_program: int | None = None,
 ) -> Tempered:
-    """Scaled and perturbed logits. With `bounds` (T_min, T_max) `x_T` is what the MLP said, without it the temperature."""
+    """Scaled (or, with `own`, the model's own) and perturbed logits.
+
+    With `bounds` (T_min, T_max) `x_T` is what the MLP said, without it the temperature.
+    """
     tokens, experts = logits_TN.shape
     if len(keys.between) > 1:
         raise ValueError("at most one number between the two keys a token")
@@ -133,14 +139,16 @@ def temper(
             1.0 if ask is None else ask.scale,
             *logits_TN.stride(), *x_T.stride(), *keys.position_T.stride(), *first_T.stride(),
             N=experts, N_PAD=n_pad, B=block, FIRST=keys.first_T is not None, BETWEEN=len(keys.between) > 0,
-            RAW=bounds is not None, K=k, K_PAD=pad(max(1, k)), NORMALISE=ask is not None and ask.normalise,
+            RAW=bounds is not None, OWN=own, K=k, K_PAD=pad(max(1, k)), NORMALISE=ask is not None and ask.normalise,
             num_warps=max(1, n_pad // 128) if block == 1 else 4,
         )  # fmt: skip
     tempered = Tempered(temperature_T, scaled_TN, select_TN)
     return tempered if ask is None else tempered._replace(weights_TK=weights_TK, indices_TK=indices_TK)
 
 
-def reference(logits_TN: Tensor, x_T: Tensor, keys: Keys, *, bounds: tuple[float, float] | None = None) -> Tempered:
+def reference(
+    logits_TN: Tensor, x_T: Tensor, keys: Keys, *, bounds: tuple[float, float] | None = None, own: bool = False
+) -> Tempered:
     """The same in float64, the noise by vmoer.noise."""
     temperature_T = x_T.double()
     if bounds is not None:
@@ -151,6 +159,6 @@ def reference(logits_TN: Tensor, x_T: Tensor, keys: Keys, *, bounds: tuple[float
     lane = torch.arange(logits_TN.shape[-1], device=logits_TN.device)
     first = () if keys.first_T is None else (keys.first_T.unsqueeze(-1),)
     gumbel_TN = noise.gumbel(*keys.before, *first, *keys.between, keys.position_T.unsqueeze(-1), lane)
-    scaled_TN = logits_TN.double() / temperature_T.unsqueeze(-1)
+    scaled_TN = logits_TN.double() / (1 if own else temperature_T.unsqueeze(-1))
     select_TN = logits_TN.double() + temperature_T.unsqueeze(-1) * gumbel_TN.double()
     return Tempered(temperature_T, scaled_TN, select_TN)

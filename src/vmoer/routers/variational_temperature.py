@@ -92,10 +92,10 @@ class VariationalTemperatureRouter(Router):
 
     def forward(self, u_TD: Tensor, logits_TN: Tensor, call: Call, weight_ND: Tensor | None) -> Routing:
         config = self.config
-        fixed = config.sampling == "fixed" and config.weights == "scaled"
+        fixed, own = config.sampling == "fixed", config.weights == "own"
         if fixed and (keys := call.keys(config.seed)) is not None and kernels.available(u_TD):
             bounds, ask = (config.t_min, config.t_max), self.gate.ask()
-            fused = kernels.temper(logits_TN, self.unbounded(u_TD), keys, bounds=bounds, ask=ask)
+            fused = kernels.temper(logits_TN, self.unbounded(u_TD), keys, bounds=bounds, own=own, ask=ask)
             if fused is not None:
                 posterior = self._posterior(fused.temperature_T, logits_TN)
                 return Routing(fused.select_TN, fused.scaled_TN, posterior, given=fused.chosen)
@@ -104,7 +104,7 @@ class VariationalTemperatureRouter(Router):
         gumbel_TN = call.gumbel(self.config.seed, logits_TN.shape[-1], fresh=self.config.sampling == "mc")
         # l + T g ranks as l / T + g does, at the scale that a gate's correction bias was made for
         perturbed_TN = logits_TN + temperature_T.detach().unsqueeze(-1) * gumbel_TN
-        weight_TN = scaled_TN if config.weights == "scaled" else logits_TN
+        weight_TN = logits_TN if own else scaled_TN
         return Routing(perturbed_TN, weight_TN, self._posterior(temperature_T, logits_TN), scaled_TN + gumbel_TN)
 
     def _posterior(self, temperature_T: Tensor, logits_TN: Tensor) -> TemperaturePosterior:
