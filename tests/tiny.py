@@ -122,7 +122,8 @@ def _deepseek_v1(**changes: Any) -> Any:
         def forward(self, input_ids=None, labels=None, logits_to_keep=0, **kwargs):  # type: ignore[no-untyped-def]
             kwargs.pop("output_router_logits", None)
             out = self.model(input_ids=input_ids, **kwargs)
-            logits = self.lm_head(out.last_hidden_state)
+            kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            logits = self.lm_head(out.last_hidden_state[:, kept])
             loss = self.loss_function(logits, labels, VOCAB) if labels is not None else None
             return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=out.past_key_values)
 

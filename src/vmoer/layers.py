@@ -1,4 +1,4 @@
-"""Which layers route brittly, and which layers to attach to (the paper's appendix B.1; settled 8).
+"""Which layers route brittly, and which layers to attach to (the paper's appendix B.1).
 
     x' = x + gamma mean||x|| eps,  eps ~ N(0, I)          J = |E ∩ E'| / |E ∪ E'|
 

@@ -63,7 +63,7 @@ def _with_adapter(
     base: str, revision: str | None, device: torch.device, dtype: torch.dtype | str, adapter: Path | None
 ) -> tuple[Any, Any]:
     """The base model on its device inside its adapter, and the tokenizer; a copy of what is kept, where it is."""
-    key: tuple[Any, ...] = (base, revision, device, dtype)
+    key: tuple[Any, ...] = (base, revision, device.type, device.index or 0, dtype)
     if KEPT and adapter is not None and (adapter / "adapter_model.safetensors").exists():
         key += (hashlib.sha256((adapter / "adapter_model.safetensors").read_bytes()).hexdigest(),)
     if key in _kept:

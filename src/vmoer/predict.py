@@ -28,13 +28,22 @@ from torch import Tensor, nn
 
 import vmoer
 from vmoer.attach import attach, attached, attachment_of, detach, record
-from vmoer.averaging import Averaging, last_positions, mean_log_probs, mutual_information, predict, predict_passes
+from vmoer.averaging import (
+    Averaging,
+    last_positions,
+    mean_log_probs,
+    mutual_information,
+    predict,
+    predict_passes,
+    repeats_cache,
+)
 from vmoer.errors import InputError, RunError
 from vmoer.recording import Record
 from vmoer.routers import Deterministic
 from vmoer.store import adapter_fingerprint, fingerprint
 from vmoer.tasks import Question
 from vmoer.tasks.prompt import encode, letter_ids
+from vmoer.training.data import by_length
 
 __all__ = ["SIGNALS", "predict", "predict_task"]  # `vmoer.predict` is the function, whoever imports this module
 
@@ -89,7 +98,8 @@ def predict_task(
         prompts = encode(tokenizer, questions, _context(model))
         choices = {"averaging": averaging, "passes": passes, "batch_tokens": batch_tokens, "routing": routing}
         meta = _meta(model, name, method, seed, choices, questions, [letters, prompts])
-        batches = by_length([len(p) for p in prompts], batch_tokens // (passes if averaging == "answer" else 1))
+        repeated = passes if averaging == "answer" and repeats_cache(model) else 1
+        batches = by_length([len(p) for p in prompts], batch_tokens // repeated)
         parts = [folder / ".parts" / f"{_digest(meta)[:16]}-{i:05d}.parquet" for i in range(len(batches))]
         parts[0].parent.mkdir(parents=True, exist_ok=True)
         with _bar(len(questions), progress) as advance:
@@ -110,17 +120,6 @@ def predict_task(
 
 
 # -- one batch ---------------------------------------------------------------------------------------------------------
-
-
-def by_length(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
-    """Rows in batches of at most `batch_tokens` with their padding (one row at least), the longest first."""
-    batches: list[list[int]] = []
-    for row in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        if batches and lengths[batches[-1][0]] * (len(batches[-1]) + 1) <= batch_tokens:
-            batches[-1].append(row)
-        else:
-            batches.append([row])
-    return batches
 
 
 def collate(prompts: Sequence[Sequence[int]], model: nn.Module) -> dict[str, Tensor]:
@@ -157,29 +156,33 @@ def answer(
     out["log_probs"] = [row[:n] for row, n in zip(mean_BV.tolist(), options, strict=True)]
     if averaging == "router":
         _, entries = rec.passes[-1]
-        chosen = [_last(entries[layer].experts_TK, batch).sort(-1).values.cpu() for layer in rec.layers]
-        out["experts"] = torch.stack(chosen, 1).tolist()  # [B][layer][K]
+        home = batch["input_ids"].device
+        chosen_LTK = torch.stack([entries[layer].experts_TK.to(home) for layer in rec.layers])
+        chosen_BLK = chosen_LTK[:, last_tokens(batch)].sort(-1).values.transpose(0, 1)
+        out["experts"] = chosen_BLK.tolist()  # [B][layer][K]
     return out
 
 
 def at_answer(rec: Record, batch: Mapping[str, Tensor], averaging: Averaging) -> dict[str, Tensor]:
     """Each router signal at the prompts' last tokens, [B], averaged over layers and passes."""
-
-    def read(x_T: Tensor) -> Tensor:
-        if averaging == "answer":  # the last pass holds that token alone, M times for each prompt
-            return x_T.view(len(batch["input_ids"]), -1).cpu()
-        return _last(x_T, batch).unsqueeze(1).cpu()
-
     taken = rec.passes[-1:] if averaging == "answer" else rec.passes
     entries = [entries[layer] for _, entries in taken for layer in rec.layers]
-    names = [name for name in ROUTER_SIGNALS if name in entries[0].signals]
-    return {name: torch.cat([read(e.signals[name]) for e in entries], 1).double().mean(1) for name in names}
+    last_B = None if averaging == "answer" else last_tokens(batch)
+    found = {}
+    for name in ROUTER_SIGNALS:
+        if name in entries[0].signals:
+            # stacked first, so that the rest is one kernel for all layers
+            x_ET = torch.stack([entry.signals[name].to(batch["input_ids"].device) for entry in entries])
+            # "answer": the last pass holds that token alone, M times for each prompt
+            x_EBM = x_ET.view(len(entries), len(batch["input_ids"]), -1) if last_B is None else x_ET[:, last_B, None]
+            found[name] = x_EBM.double().mean((0, 2)).cpu()
+    return found
 
 
-def _last(x_T: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-    """What was recorded token by token, at each prompt's last token."""
-    last_B = last_positions(batch).to(x_T.device)
-    return x_T.view(*batch["input_ids"].shape, *x_T.shape[1:])[torch.arange(len(last_B), device=x_T.device), last_B]
+def last_tokens(batch: Mapping[str, Tensor]) -> Tensor:
+    """Where each prompt's last token lies among the tokens of the batch, row by row, [B]."""
+    last_B = last_positions(batch)
+    return torch.arange(len(last_B), device=last_B.device) * batch["input_ids"].shape[1] + last_B
 
 
 @contextmanager

@@ -342,7 +342,7 @@ def detection(
     return found | estimates(scores_in[pairs_in], scores_out[pairs_out], counts, "_matched"), None
 
 
-def _over_seeds(estimates: list[Estimate], seed: int) -> Estimate:
+def over_seeds(estimates: list[Estimate], seed: int) -> Estimate:
     """The mean over seeds; on each draw, the mean over resampled seeds."""
     if len(estimates) == 1:
         return estimates[0]
@@ -391,7 +391,7 @@ class _Scorer:
         for seed, estimate in by_seed.items():
             self.add(task, method, seed, metric, estimate, **more)
         if len(by_seed) > 1:
-            self.add(task, method, None, metric, _over_seeds(list(by_seed.values()), self.seed), **more)
+            self.add(task, method, None, metric, over_seeds(list(by_seed.values()), self.seed), **more)
 
     def cells(self, task: str) -> dict[str, dict[int, Cell]]:
         """Test cells of a task by method and seed. All must answer the same questions, or nothing could be paired."""
@@ -428,7 +428,7 @@ class _Scorer:
         for method, by_seed in methods.items():
             if method != best and (paired := _paired(by_seed, methods[best])):
                 seed = None if len(by_seed) > 1 else next(iter(by_seed))
-                difference = _over_seeds(list(paired.values()), self.seed)
+                difference = over_seeds(list(paired.values()), self.seed)
                 self.add(task, method, seed, f"{metric}_minus_best", difference, note=f"best: {best}")
 
     def floors(self, task: str, method: str, cells: Mapping[int, Cell]) -> None:

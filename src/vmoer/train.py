@@ -25,7 +25,7 @@ from vmoer.fitting import fit
 from vmoer.models import open_model, read_run
 from vmoer.routers import Config, Deterministic
 from vmoer.training import checkpoint
-from vmoer.training.data import Examples, collate, encode_questions, held_out_share, hold_out
+from vmoer.training.data import Examples, by_length, collate, encode_questions, halves, held_out_share, hold_out
 from vmoer.training.loop import Outcome, refuse_other_settings
 from vmoer.training.objective import Objective
 from vmoer.training.plan import Plan, Running
@@ -55,6 +55,7 @@ __all__ = [
 ]
 
 MEASURED = 200  # questions that susceptible layers are measured on
+KEPT = 20.0  # seconds between two writings of an unfinished stage, at least
 
 
 def train(
@@ -75,6 +76,7 @@ def train(
     search: bool = False,
     from_map: str | Path | None = None,
     map_state: Literal["map", "map-early"] = "map",
+    half_validation: bool = False,
     data_root: str | Path | None = None,
     data_seed: int = 0,
     limit: int | None = None,
@@ -86,8 +88,9 @@ def train(
 
     `method` is a key, configured by the preset, or a configuration. `layers` are written as `all`, `susceptible:10` or
     `0,3,5`. `from_map` takes stage 1 from another run, so that methods share it; a plan of no epochs leaves it out.
-    `search` chooses beta on validation; Temp-Scale's T is always chosen so. `seed` is that of training, `data_seed` that
-    of the splits.
+    `search` chooses beta on validation; Temp-Scale's T is always chosen so. With `half_validation` stopping and choosing see
+    one half of it (training.data.halves), and runs can be compared on the other. `seed` is that of training, `data_seed`
+    that of the splits.
     """
     out, preset = Path(out), preset_named(preset)
     config = preset.config(method) if isinstance(method, str) else method
@@ -109,18 +112,22 @@ def train(
     second: dict[str, Any] = {"plan": dataclasses.asdict(stage2_plan), "objective": objective, "search": search}
     second |= {"passes": passes if objective == "predictive" else 1, "map_state": map_state, "layers": layers}
     second |= {"data": stage2_data}
-    second |= {"from_map": None if from_map is None else str(from_map)}
+    second |= {"from_map": None if from_map is None else str(from_map)} | ({"half": True} if half_validation else {})
     settings = _as_json({"model": model, "method": config.to_dict(), "stage1": first, "stage2": second})
     if (out / "run.json").exists():
         run = read_run(out)
         refuse_other_settings(out, run["settings"], settings)
         return run
 
-    running = running or Running(workers=Workers.launched(), tensorboard=True)
+    running = running or Running(workers=Workers.launched(), tensorboard=True, checkpoint_seconds=KEPT)
     device = running.workers.device
     where: dict[str, Any] = {"data_root": data_root, "seed": data_seed, "paper_splits": preset.paper_splits}
     questions = tasks.load(task, "train", limit=limit, **where)
     validation = tasks.load(task, "validation", **where)
+    if half_validation:  # of all of it, whatever part of it the paper takes
+        whole = tasks.load(task, "validation", **where | {"paper_splits": False})
+        ours = {question.id for question in halves(whole, data_seed)[0]}
+        validation = [question for question in validation if question.id in ours]
     known, unseen = hold_out(questions, share, data_seed) if share else (questions, questions)
     if stage2_data.startswith("split:"):
         unseen = tasks.load(task, stage2_data.removeprefix("split:"), limit=limit, **where)
@@ -224,13 +231,13 @@ def _fit_novelty(model: nn.Module, known: Examples, device: torch.device) -> Non
     routers = list(routers_of(model).values())
     laplace = any(router.needs_fit for router in routers)
     kept = None if laplace else min(256, routers[0].gate.hidden_size)
-    fit(model, _batches(known, device), tokens="all" if laplace else "last", rank=kept)
+    fit(model, _batches(known, device, tokens=16384), tokens="all" if laplace else "last", rank=kept)
 
 
 def _save(model: nn.Module, folder: Path, run: dict[str, Any], workers: Workers) -> None:
     """Adapter and routers, then `run.json`: where that is, the folder is complete."""
     if workers.main:
-        store.save(model, folder)
+        store.save(model, folder, about=run)
         checkpoint.write_json(folder / "run.json", run)
     workers.wait()
 
@@ -255,9 +262,9 @@ def _with_layers(model: Any, config: Config, layers: str | None, examples: Examp
     return with_value(config, "layers", tuple(chosen))
 
 
-def _batches(examples: Examples, device: torch.device, limit: int | None = None, size: int = 16) -> list[Any]:
-    rows = sorted(range(len(examples))[:limit], key=lambda row: (len(examples.prompts[row]), row))
-    return [collate(examples, rows[i : i + size], device).inputs for i in range(0, len(rows), size)]
+def _batches(examples: Examples, device: torch.device, limit: int | None = None, tokens: int = 4096) -> list[Any]:
+    lengths = examples.lengths[:limit]
+    return [collate(examples, rows, device).inputs for rows in by_length(lengths, tokens)]
 
 
 def _as_json(value: Any) -> Any:

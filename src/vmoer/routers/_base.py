@@ -94,7 +94,7 @@ class Call:
         size = len(self.layers) * len(self.positions_T) * n
         if self.drawn is None or not 0 < size <= TOGETHER or torch.compiler.is_compiling():
             return law(*self._keys(seed, n, self.layer))
-        kept = (law, seed, n)
+        kept = (law, seed, n, self.step is None, self.passes_T is None)
         if kept not in self.drawn:
             layers_L11 = _on_device(tuple(self.layers), self.positions_T.device)[:, None, None]
             self.drawn[kept] = law(*self._keys(seed, n, layers_L11))

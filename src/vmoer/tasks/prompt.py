@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 from vmoer.errors import InputError
 
@@ -33,6 +34,10 @@ class _Form:
     system_role: bool = False
     opening: str = ""  # what belongs between the generation prompt and the answer, such as a channel marker
     space: str = " "  # what separates the prompt from the letter, and is part of the letter's token
+
+
+_encoded: WeakKeyDictionary[PreTrainedTokenizerBase, dict[tuple[_Form, Question], list[int]]] = WeakKeyDictionary()
+"""What was encoded already, as long as its tokenizer lives: a study asks the same questions again and again."""
 
 
 def prompt(tokenizer: PreTrainedTokenizerBase, question: Question) -> str:
@@ -68,9 +73,12 @@ def letter_ids(tokenizer: PreTrainedTokenizerBase, n: int) -> list[int]:
 def encode(tokenizer: PreTrainedTokenizerBase, questions: Iterable[Question], max_length: int) -> list[list[int]]:
     """Each question's prompt as token ids; one that is longer than `max_length`, the model's context, is an error."""
     form = _form(tokenizer)
+    known = _encoded.setdefault(tokenizer, {})
     encoded = []
     for question in questions:
-        ids = _ids(tokenizer, form, _text(tokenizer, form, question))
+        ids = known.get((form, question))
+        if ids is None:
+            ids = known[form, question] = _ids(tokenizer, form, _text(tokenizer, form, question))
         if len(ids) > max_length:
             raise InputError(
                 f"question {question.id!r} of {question.task} is {len(ids)} tokens long, "

@@ -93,6 +93,11 @@ def hold_out(questions: Sequence[Question], share: float, seed: int) -> tuple[li
     return take(Part("train", 0, known), everything, seed), take(Part("train", known), everything, seed)
 
 
+def halves(validation: Sequence[Question], seed: int) -> tuple[list[Question], list[Question]]:
+    """What stopping and choosing may see, and what is left to compare runs on that were stopped and chosen by the first."""
+    return hold_out(validation, 0.5, seed)
+
+
 def epoch_batches(lengths: Sequence[int], batch_size: int, seed: int, epoch: int) -> list[list[int]]:
     """The epoch's batches of row numbers, each full: what is missing in the last is taken from the epoch's beginning."""
     generator = torch.Generator().manual_seed((seed + 1) * 1_000_003 + epoch)
@@ -106,10 +111,23 @@ def epoch_batches(lengths: Sequence[int], batch_size: int, seed: int, epoch: int
     return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
 
 
+def by_length(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
+    """Rows in batches of at most `batch_tokens` with their padding (one row at least), the longest first."""
+    batches: list[list[int]] = []
+    for row in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        if batches and lengths[batches[-1][0]] * (len(batches[-1]) + 1) <= batch_tokens:
+            batches[-1].append(row)
+        else:
+            batches.append([row])
+    return batches
+
+
 def collate(examples: Examples, rows: Sequence[int], device: torch.device) -> Batch:
     """One batch on the device. The mask is always given, also where no row is padded."""
     prompts = [examples.prompts[row] for row in rows]
     width = max(map(len, prompts))
+    if device.type == "cuda" and width == min(map(len, prompts)):
+        width += 1  # without padding attention takes a path of its own, whose gradient was seen not to be finite there
     last = [len(prompt) - 1 for prompt in prompts]
     columns = sorted(set(last))
     options_B = torch.tensor([examples.options[row] for row in rows])

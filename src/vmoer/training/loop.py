@@ -9,6 +9,7 @@ import dataclasses
 import json
 import math
 import re
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -102,7 +103,13 @@ def optimise(
         message = f"only {len(collect_at)} snapshots fit into the second half, where swag wants {snapshots}; {remedy}"
         log.warn("snapshots", {"step": state.step, "epoch": 0}, message)
 
+    kept_at = time.monotonic()
+
     def keep() -> None:
+        nonlocal kept_at
+        if workers.size == 1 and time.monotonic() - kept_at < running.checkpoint_seconds:
+            return
+        kept_at = time.monotonic()
         counters = {"settings": settings, "telemetry": log.state(), **dataclasses.asdict(state)}
         checkpoint.save(path, model, trainable, optimizer, best, counters, workers)
 

@@ -14,9 +14,7 @@ optimiser step, the row's place in that whole batch and its position; pass m of 
 Shapes: B rows, C letters, M passes, L layers.
 """
 
-import inspect
 import math
-from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, Literal
 
@@ -24,8 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from vmoer.attach import attachment_of, record, sampled
+from vmoer.averaging import keeps_logits
 from vmoer.recording import Record
-from vmoer.training.data import Batch, Examples, collate
+from vmoer.training.data import Batch, Examples, by_length, collate
 from vmoer.training.workers import Workers
 
 Objective = Literal["elbo", "predictive"]
@@ -33,16 +32,11 @@ Objective = Literal["elbo", "predictive"]
 
 def answer_log_probs(model: Any, batch: Batch) -> Tensor:
     """log p over the letters at each prompt's end, [B, C]; -inf at letters that are no option."""
-    extra = {"logits_to_keep": batch.columns_U} if _keeps_logits(model) else {}
+    extra = {"logits_to_keep": batch.columns_U} if keeps_logits(model) else {}
     logits = model(**batch.inputs, **extra, use_cache=False).logits
     column_B = batch.place_B if logits.shape[1] == len(batch.columns_U) else batch.last_B
     logits_BC = logits[torch.arange(len(column_B), device=column_B.device), column_B][:, batch.letters_C]
     return torch.log_softmax(logits_BC.float().masked_fill(batch.beyond_BC, -math.inf), -1)
-
-
-def _keeps_logits(model: Any) -> bool:
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return "logits_to_keep" in inspect.signature(type(base).forward).parameters
 
 
 def answer_nll(log_probs_MBC: Tensor, answers_B: Tensor) -> Tensor:
@@ -95,7 +89,7 @@ def evaluate(
     """
     training = model.training
     model.eval()
-    batches = _by_length(examples.lengths, batch_tokens)
+    batches = by_length(examples.lengths, batch_tokens)
     out = torch.zeros(len(examples), len(examples.letters), device=workers.device)
     devices = [workers.device] if workers.device.type == "cuda" else []
     with torch.random.fork_rng(devices):
@@ -115,13 +109,3 @@ def evaluate(
     out = workers.sum_(out).cpu().double()
     beyond = torch.arange(out.shape[1]) >= torch.tensor(examples.options).unsqueeze(1)
     return out.masked_fill(beyond, -math.inf)
-
-
-def _by_length(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
-    batches: list[list[int]] = []
-    for row in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        if batches and lengths[batches[-1][0]] * (len(batches[-1]) + 1) <= batch_tokens:
-            batches[-1].append(row)
-        else:
-            batches.append([row])
-    return batches

@@ -17,7 +17,7 @@ from vmoer.routers import SWAG, Config
 from vmoer.training import checkpoint
 from vmoer.training.data import Examples
 from vmoer.training.loop import Outcome, optimise
-from vmoer.training.lora import add_lora
+from vmoer.training.lora import add_lora, folded_quickly
 from vmoer.training.objective import Objective, evaluate
 from vmoer.training.plan import Plan, Running
 from vmoer.training.presets import GRIDS, STAGE1, STAGE2
@@ -51,18 +51,23 @@ def stage1(
         attach(tuned, noise, freeze=False)
         for router in routers_of(tuned).values():
             router.requires_grad_(False)
-    outcome = optimise(
-        tuned,
-        train,
-        valid,
-        plan,
-        stage=1,
-        folder=Path(folder),
-        settings={"plan": dataclasses.asdict(plan), "rank": rank, "seed": seed, **(settings or {})},
-        running=running,
-        seed=seed,
-        training_mode=True,
-    )
+    if running.recompute:
+        tuned.gradient_checkpointing_enable({"use_reentrant": False})
+    with folded_quickly(tuned):
+        outcome = optimise(
+            tuned,
+            train,
+            valid,
+            plan,
+            stage=1,
+            folder=Path(folder),
+            settings={"plan": dataclasses.asdict(plan), "rank": rank, "seed": seed, **(settings or {})},
+            running=running,
+            seed=seed,
+            training_mode=True,
+        )
+    if running.recompute:
+        tuned.gradient_checkpointing_disable()
     if noise is not None:
         detach(tuned)
     return tuned.eval(), outcome
@@ -131,6 +136,7 @@ def search(
         raise InputError(f"{config.key} has no beta or temperature to search")
     if running.workers.sharded:
         raise InputError("search attaches again and again, which a sharded model refuses: search on whole copies")
+    running = dataclasses.replace(running, checkpoint_seconds=0.0)  # the finished state is what is taken up again
     found: dict[float, float] = {}
     for value in GRIDS[name]:
         candidate = with_value(config, name, value)

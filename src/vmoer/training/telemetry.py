@@ -174,7 +174,7 @@ class Telemetry:
         remedy = "take regulariser='lognormal' (neg_log_t has no lower bound) or a smaller beta"
         if middle > 3 or high > 0.95 * t_max:
             self.warn("hot", row, f"temperatures diverge: median {middle:.2g}, 95% quantile {high:.2g}; {remedy}")
-        if middle < 1 / 3 or low < 1.05 * t_min:
+        if middle < self.start.get("temperature_q50", 1.0) / 3 or low < 1.05 * t_min:
             self.warn(
                 "cold", row, f"temperatures collapse: median {middle:.2g}, 5% quantile {low:.2g}; take a larger beta"
             )

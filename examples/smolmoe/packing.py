@@ -1,0 +1,177 @@
+"""Everything worth keeping of a study in one small file: predictions, cells, what each run says of itself; no weights.
+
+    <task>/predictions.parquet   of all labels, levels and seeds, a column `folder` says where each row belongs
+    <task>/files.json            the JSON files by their path
+    timing.jsonl
+
+Numbers are rounded to 14 bits, a relative error of at most 6e-5, far below what any interval resolves: the rest of
+their bits are noise that does not compress. A pack holds what was computed here, not what came out of other packs.
+"""
+
+import io
+import json
+import shutil
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from vmoer.errors import InputError
+from vmoer.files import write_bytes, write_json
+
+BITS = 14
+RECOMPUTED = ("predictive_entropy",)  # from log_probs, by vmoer.scores
+_UNPACKED = "unpacked.json"
+
+
+def pack(out: Path, file: Path) -> int:
+    """Write the pack; returns its size in bytes."""
+    known = set(_known(out))
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:xz") as tar:
+        for task in sorted(path for path in out.iterdir() if (path / "cells").is_dir() or (path / "runs").is_dir()):
+            _records(task)
+            folders = [f for f in _folders(task) if str(f.relative_to(out)) not in known]
+            if folders:
+                _add(tar, f"{task.name}/predictions.parquet", merged(folders, task))
+            files = {str(p.relative_to(task)): json.loads(p.read_text()) for p in _files(task)}
+            files = {name: value for name, value in files.items() if f"{task.name}/{name}" not in known}
+            _add(tar, f"{task.name}/files.json", json.dumps(files).encode())
+        if (out / "timing.jsonl").exists():
+            _add(tar, "timing.jsonl", (out / "timing.jsonl").read_bytes())
+    write_bytes(file, buffer.getvalue())
+    return len(buffer.getvalue())
+
+
+def unpack(file: Path, out: Path) -> int:
+    """Put a pack's files where they belong, but for those that are there; returns how many folders came."""
+    if not file.is_file():
+        raise InputError(f"{file}: no such file")
+    came, known = 0, _known(out)
+    try:
+        with tarfile.open(file, "r:xz") as tar:
+            read = {m.name: handle.read() for m in tar.getmembers() if (handle := tar.extractfile(m)) is not None}
+    except (tarfile.TarError, EOFError, OSError) as error:
+        raise InputError(f"{file} is not a pack: {error}") from None
+    for name, data in read.items():
+        task = out / Path(name).parent.name
+        if name.endswith("predictions.parquet"):
+            files = json.loads(read[f"{task.name}/files.json"])
+            table = pq.read_table(io.BytesIO(data))
+            folders = table["folder"].combine_chunks().dictionary_encode()
+            for number, folder in enumerate(folders.dictionary.to_pylist()):
+                place, meta = task / folder, f"{folder}/meta.json"
+                if (place / "meta.json").exists() or meta not in files:
+                    continue
+                rows = table.filter(pc.equal(folders.indices, number)).drop(["folder"])
+                write_bytes(place / "predictions.parquet", _parquet(rows))
+                known.append(f"{task.name}/{folder}")
+                came += 1
+    for name, data in read.items():
+        if not name.endswith("files.json"):
+            continue
+        task = out / Path(name).parent.name
+        # what says that something is complete comes last: a level after its predictions
+        for path, value in sorted(json.loads(data).items(), key=lambda item: Path(item[0]).name == "level.json"):
+            if ".." in Path(path).parts or Path(path).is_absolute():
+                raise InputError(f"{file} is not a pack: it would write to {path}")
+            if not (task / path).exists():
+                write_json(task / path, value)
+                known.append(f"{task.name}/{path}")
+    if "timing.jsonl" in read:
+        mine = (out / "timing.jsonl").read_text() if (out / "timing.jsonl").exists() else ""
+        new = [line for line in read["timing.jsonl"].decode().splitlines(keepends=True) if line not in mine]
+        write_bytes(out / "timing.jsonl", ("".join(new) + mine).encode())
+    write_json(out / _UNPACKED, sorted(set(known)))
+    return came
+
+
+def drop(run: Path) -> None:
+    """A run folder that nothing needs any more: what it says of itself stays, its weights go."""
+    if (run / "run.json").exists():
+        write_bytes(run.parent.parent / "records" / f"{run.name}.json", (run / "run.json").read_bytes())
+    shutil.rmtree(run, ignore_errors=True)
+
+
+def merged(folders: list[Path], task: Path) -> bytes:
+    """The predictions of many folders as one file."""
+    tables = []
+    for folder in folders:
+        table = pq.read_table(folder / "predictions.parquet")
+        table = table.drop([name for name in RECOMPUTED if name in table.column_names])
+        tables.append(table.append_column("folder", pa.array([str(folder.relative_to(task))] * len(table))))
+    return _parquet(_rounded(pa.concat_tables(tables)))
+
+
+def _rounded(table: pa.Table) -> pa.Table:
+    for i, name in enumerate(table.column_names):
+        column = table[name].combine_chunks()
+        if pa.types.is_floating(column.type):
+            table = table.set_column(i, name, pa.array(_cut(column), pa.float32(), mask=np.asarray(column.is_null())))
+        elif pa.types.is_list(column.type):
+            values = pa.array(_cut(column.flatten()), pa.float32())
+            table = table.set_column(i, name, pa.ListArray.from_arrays(_offsets(column), values))
+    return table
+
+
+def _offsets(column: pa.ListArray) -> pa.Array:
+    offsets = np.asarray(column.offsets)
+    return pa.array(offsets - offsets[0], pa.int32())
+
+
+def _cut(column: pa.Array) -> Any:
+    """Rounded to BITS of mantissa."""
+    mantissa, exponent = np.frexp(column.to_numpy(zero_copy_only=False).astype(np.float64))
+    return np.ldexp(np.round(mantissa * 2**BITS) / 2**BITS, exponent).astype(np.float32)
+
+
+def _parquet(table: pa.Table) -> bytes:
+    buffer = io.BytesIO()
+    words = [name for name in table.column_names if pa.types.is_string(table[name].type)]
+    floats = [name for name in table.column_names if pa.types.is_float32(table[name].type)]
+    floats += [f"{name}.list.element" for name in table.column_names if pa.types.is_list(table[name].type)]
+    pq.write_table(
+        table,
+        buffer,
+        compression="zstd",
+        compression_level=15,
+        use_dictionary=words,
+        use_byte_stream_split=floats,  # type: ignore[arg-type]
+    )
+    return buffer.getvalue()
+
+
+def _folders(task: Path) -> list[Path]:
+    """Finished predictions: of labels, and of the levels of the factors that are complete."""
+    levels = [path.parent for path in sorted(task.glob("factors/*/level.json"))]
+    found = [
+        *sorted(task.glob("*/meta.json")),
+        *(meta for level in levels for meta in sorted(level.glob("*/meta.json"))),
+    ]
+    return [meta.parent for meta in found if (meta.parent / "predictions.parquet").exists()]
+
+
+def _files(task: Path) -> list[Path]:
+    kinds = ("cells/*.json", "records/*.json", "*/meta.json", "factors/*/level.json", "factors/*/*/meta.json")
+    return [path for kind in kinds for path in sorted(task.glob(kind))]
+
+
+def _records(task: Path) -> None:
+    """What the runs that are still here say of themselves, where it does not make them look complete elsewhere."""
+    for said in (*task.glob("runs/*/run.json"), *task.glob("runs/*/map*/run.json")):
+        name = "-".join(said.parent.relative_to(task / "runs").parts)
+        write_bytes(task / "records" / f"{name}.json", said.read_bytes())
+
+
+def _known(out: Path) -> list[str]:
+    return list(json.loads((out / _UNPACKED).read_text())) if (out / _UNPACKED).exists() else []
+
+
+def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
+    info = tarfile.TarInfo(name)
+    info.size = len(data)
+    tar.addfile(info, io.BytesIO(data))

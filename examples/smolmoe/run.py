@@ -1,0 +1,310 @@
+"""The study of variational routing on a real language model with experts, in one command that can be stopped and taken up.
+
+    python examples/smolmoe/run.py --model out/smolmoe --data-root DATA --out out/study --seeds 0,1,2 --workers 8
+    python examples/smolmoe/run.py ... --minutes 8 --pack out/part1.tar.xz      stop in time; keep what matters
+    python examples/smolmoe/run.py ... --unpack out/part1.tar.xz --minutes 8    go on, here or on another machine
+    python examples/smolmoe/run.py ... --unpack a.tar.xz b.tar.xz --report      tables and the page, without a GPU
+
+Jobs are done in the order of their importance (jobs.py): MAP and every method on openbookqa with its shifts, for all seeds; the
+paper's protocol; the other tasks; what makes it calibrate; how many layers and which. A finished one is never computed again.
+The small kernels of a small model leave most of a GPU idle, so several processes share it.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, ProcessPoolExecutor, wait
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from jobs import HEADS, PAPER, TIERS, Job, Settings, jobs
+from packing import drop, merged, pack, unpack
+
+from vmoer.errors import InputError
+from vmoer.train import Plan
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    given = parser().parse_args(arguments)
+    given.out.mkdir(parents=True, exist_ok=True)
+    try:
+        for file in given.unpack:
+            print(f"{file}: {unpack(file, given.out)} folders of predictions came")
+        if given.report:
+            print(results(given.out))
+            return 0
+        start()
+        wanted = jobs(_settings(given), given.only)
+        if given.dry_run:
+            estimate(wanted, given.workers)
+            return 0
+        end = None if given.minutes is None else time.monotonic() + 60 * given.minutes
+        with _mps() if given.mps else contextlib.nullcontext():
+            failed = execute(wanted, given.workers, end, given.out, keep=given.keep_runs)
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if given.pack:
+        size = pack(given.out, given.pack)
+        print(f"{given.pack}: {size / 2**20:.1f} MiB")
+    missing = [job for job in _needed(wanted) if not job.done]
+    print(f"missing: {len(missing)} of {len(wanted)} jobs")
+    for job in missing:
+        print(f"  {job.tier}: {job.name}" + (f": failed: {failed[job.name]}" if job.name in failed else ""))
+    return 1 if failed else 0
+
+
+def parser() -> argparse.ArgumentParser:
+    out = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    out.add_argument("--model", default="out/smolmoe", help="a model folder; name it alike everywhere: cells go by it")
+    out.add_argument("--out", type=Path, default=Path("out/study"))
+    out.add_argument(
+        "--data-root", default=os.environ.get("VMOER_DATA"), help="DIR/<task>/<split>.jsonl (or VMOER_DATA)"
+    )
+    out.add_argument("--seeds", default="0,1,2", type=lambda text: tuple(int(x) for x in text.split(",")))
+    out.add_argument("--workers", type=int, default=8, help="processes that share the GPU")
+    out.add_argument(
+        "--mps", action="store_true", help="let their kernels run side by side (CUDA MPS), where it can be had"
+    )
+    out.add_argument("--minutes", type=float, help="start nothing that is not expected to end in this time")
+    out.add_argument("--pack", type=Path, metavar="FILE", help="write what was computed here, without weights")
+    out.add_argument("--unpack", type=Path, nargs="+", default=[], metavar="FILE", help="take in packs first")
+    out.add_argument("--report", action="store_true", help="OUT/results from what is there, and nothing else")
+    out.add_argument(
+        "--dry-run", action="store_true", help="count the jobs, their steps and passes, and guess the time"
+    )
+    out.add_argument("--only", nargs="+", default=TIERS, choices=TIERS, help="parts of the study")
+    out.add_argument(
+        "--labels", nargs="+", default=[*HEADS, *PAPER], help="methods and controls; @paper for its protocol"
+    )
+    out.add_argument("--averaging", nargs="+", default=["router", "answer", "full"])
+    out.add_argument("--limit", type=int, default=5000, help="questions of a split, at most; 5000 are the paper's")
+    out.add_argument("--passes", type=int, default=8)
+    out.add_argument("--batch-tokens", type=int, default=32768, help="of a prediction")
+    out.add_argument("--factor-seeds", type=int, default=2, help="how many of the seeds the factors take")
+    out.add_argument("--layer-seeds", type=int, default=2, help="how many of the seeds the ablations over layers take")
+    for stage, plan in (
+        ("stage1", Settings.__dataclass_fields__["stage1"]),
+        ("stage2", Settings.__dataclass_fields__["stage2"]),
+    ):
+        default = plan.default_factory()  # type: ignore[misc]
+        out.add_argument(f"--{stage}-epochs", type=int, default=default.epochs)
+        out.add_argument(f"--{stage}-lr", type=float, default=default.lr)
+        out.add_argument(f"--{stage}-batch", type=int, default=default.batch_size)
+    out.add_argument("--patience", type=int, default=3, help="epochs of stage 2 without a better validation NLL")
+    out.add_argument("--keep-runs", action="store_true", help="do not drop trained routers that nothing needs any more")
+    return out
+
+
+def _settings(given: argparse.Namespace) -> Settings:
+    stage1 = Plan(epochs=given.stage1_epochs, lr=given.stage1_lr, batch_size=given.stage1_batch)
+    patience = {"patience": given.patience}
+    stage2 = Plan(epochs=given.stage2_epochs, lr=given.stage2_lr, batch_size=given.stage2_batch, **patience)
+    return Settings(
+        model=given.model,
+        out=given.out,
+        seeds=given.seeds,
+        data_root=given.data_root,
+        limit=given.limit,
+        averaging=tuple(given.averaging),
+        heads=tuple(given.labels),
+        stage1=stage1,
+        stage2=stage2,
+        passes=given.passes,
+        batch_tokens=given.batch_tokens,
+        factor_seeds=given.factor_seeds,
+        layer_seeds=given.layer_seeds,
+    )
+
+
+# -- doing it ----------------------------------------------------------------------------------------------------------
+
+
+def execute(wanted: Sequence[Job], workers: int, end: float | None, out: Path, keep: bool = False) -> dict[str, str]:
+    """Do what is missing, the first in the list first; returns the reasons of those that failed."""
+    todo = [job for job in _needed(wanted) if not job.done]
+    print(f"{len(wanted) - len(todo)} of {len(wanted)} jobs are done or not needed")
+    failed: dict[str, str] = {}
+    took: dict[str, float] = {}
+    running: dict[Future[str], tuple[Job, float]] = {}
+    began, number = time.monotonic(), 0
+    with _pool(min(workers, max(1, len(todo)))) as pool:
+        while todo or running:
+            waiting = {job.name for job in todo} | {job.name for job, _ in running.values()}
+            for job in [job for job in todo if not (waiting | failed.keys()).intersection(job.needs)]:
+                late = end is not None and time.monotonic() + took.get(job.kind, 0.0) > end
+                if len(running) >= workers:
+                    break
+                if not late:
+                    todo.remove(job)
+                    running[pool.submit(attempt, job.work)] = job, time.monotonic()
+            if not running:
+                break
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                job, start = running.pop(future)
+                number, took[job.kind] = number + 1, time.monotonic() - start
+                try:
+                    reason = future.result()
+                except BrokenExecutor:
+                    reason, todo = "its process was killed (out of memory?)", []
+                if reason:
+                    failed[job.name] = reason
+                elif not keep:
+                    _drop_runs(job, [*todo, *(other for other, _ in running.values())])
+                _tell(job, number, len(todo) + len(running), start - began, took[job.kind], reason, out)
+    return failed
+
+
+def attempt(work: Callable[[], None]) -> str:
+    """Work; returns the reason where it failed, in one line."""
+    try:
+        work()
+    except Exception as error:
+        if os.environ.get("VMOER_DEBUG"):
+            traceback.print_exc()
+        return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return ""
+
+
+def _needed(wanted: Sequence[Job]) -> list[Job]:
+    """Stage 1 is made again on another machine, but only for what is still to do there."""
+    needs = {name for job in wanted if not job.done for name in job.needs}
+    return [job for job in wanted if not job.kind.startswith("stage 1") or job.name in needs]
+
+
+def _drop_runs(job: Job, left: Sequence[Job]) -> None:
+    still = {run for other in left for run in other.runs}
+    for run in job.runs:
+        if run not in still:
+            drop(run)
+
+
+def _tell(job: Job, number: int, left: int, start: float, seconds: float, reason: str, out: Path) -> None:
+    outcome = f"failed: {reason}" if reason else f"{seconds:.0f} s"
+    print(f"[{(start + seconds) / 60:.1f} min, {number} done, {left} left] {job.name}: {outcome}", flush=True)
+    row = {"job": job.name, "tier": job.tier, "kind": job.kind, "start": round(start, 1), "seconds": round(seconds, 1)}
+    row |= {"steps": job.steps, "failed": reason or None}
+    with (out / "timing.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+class _Here(Executor):
+    """One process is this one."""
+
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Any:
+        future: Future[Any] = Future()
+        future.set_result(fn(*args, **kwargs))
+        return future
+
+
+def _pool(workers: int) -> Executor:
+    os.environ.setdefault(
+        "VMOER_KEEP_MODELS", "3"
+    )  # read when a process imports vmoer: a model is opened again and again
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if workers == 1:
+        return _Here()
+    return ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=start)
+
+
+def start() -> None:
+    import warnings
+
+    import torch
+    import transformers
+
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", message=".*the paper takes")  # smaller sets than its own: said in the README
+
+
+@contextlib.contextmanager
+def _mps() -> Iterator[None]:
+    """NVIDIA's service that lets processes share a GPU's multiprocessors; without it they take turns."""
+    try:
+        subprocess.run(["nvidia-cuda-mps-control", "-d"], check=True, capture_output=True, timeout=20)
+    except (OSError, subprocess.SubprocessError) as error:
+        print(f"no CUDA MPS ({error}): the processes take turns on the GPU")
+        yield
+        return
+    try:
+        yield
+    finally:
+        subprocess.run(["nvidia-cuda-mps-control"], input=b"quit\n", check=False, capture_output=True, timeout=60)
+
+
+# -- before and after --------------------------------------------------------------------------------------------------
+
+
+def estimate(wanted: Sequence[Job], workers: int) -> None:
+    """What there is to do. Guesses: 50 ms a step, 30 ms a pass over 8,192 tokens, four processes' worth of eight on one GPU."""
+    shared = max(1.0, min(workers, 16) / 2)
+    print(
+        f"{'part':10}{'jobs':>6}{'to do':>7}{'steps':>9}{'passes':>9}{'minutes':>9}   ({workers} processes as {shared:g})"
+    )
+    for tier in (*TIERS, "all"):
+        own = [job for job in wanted if tier in (job.tier, "all")]
+        todo = [job for job in _needed(own) if not job.done]
+        steps, passes = sum(job.steps for job in todo), sum(job.passes for job in todo)
+        minutes = sum(job.seconds for job in todo) / shared / 60
+        print(f"{tier:10}{len(own):>6}{len(todo):>7}{steps:>9}{passes:>9.0f}{minutes:>9.1f}")
+
+
+def results(out: Path) -> Path:
+    """OUT/results: predictions of each task in one file, every metric, tables and the page; returns the page's path."""
+    from vmoer import scores
+    from vmoer.report import report
+    from vmoer.studies import factors
+
+    place, rows = out / "results", []
+    for task in sorted(path for path in out.iterdir() if (path / "cells").is_dir()):
+        folders = sorted(meta.parent for meta in task.glob("*/meta.json"))
+        if folders:
+            (place / task.name).mkdir(parents=True, exist_ok=True)
+            (place / task.name / "predictions.parquet").write_bytes(merged(folders, task))
+            meta = [json.loads((folder / "meta.json").read_text()) for folder in folders]
+            keys = ("model", "source_task", "ood_tasks", "split", "dtype", "device", "versions", "passes")
+            (place / task.name / "meta.json").write_text(
+                json.dumps({key: meta[0][key] for key in keys}, indent=1) + "\n"
+            )
+            _check_stage1(task.name, meta)
+        levels = sorted(meta.parent for meta in task.glob("factors/*/*/meta.json"))
+        if levels:
+            (place / f"factors-{task.name}.parquet").write_bytes(merged(levels, task))
+        rows += factors.summary(task)
+        rows += [row for cell in sorted(task.glob("cells/*.json")) for row in json.loads(cell.read_text())["rows"]]
+    rows = [*scores.score(place), *rows]
+    text = "[\n" + ",\n".join(json.dumps(row, allow_nan=False) for row in rows) + "\n]\n"
+    (place / "metrics.json").write_text(text)
+    if (out / "timing.jsonl").exists():
+        (place / "timing.jsonl").write_bytes((out / "timing.jsonl").read_bytes())
+    return report(place)
+
+
+def _check_stage1(task: str, metas: Sequence[dict[str, Any]]) -> None:
+    """Methods are paired with MAP by seed; where stage 1 was made again on another machine, the pair is not exact."""
+    made: dict[tuple[Any, ...], set[str]] = {}
+    for meta in metas:
+        paper = "@paper" in meta["method"]
+        if meta["method"] != "map-early":
+            made.setdefault((meta["seed"], paper), set()).add(str(meta["fingerprint"]["adapter"]))
+    for (seed, paper), adapters in sorted(made.items()):
+        if len(adapters) > 1:
+            which = "the paper's stage 1" if paper else "stage 1"
+            print(
+                f"{task}, seed {seed}: {which} was made {len(adapters)} times, so methods and map are not paired exactly"
+            )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,216 @@
+"""examples/smolmoe: the order of its jobs, stopping and going on, packs, and the study on a small world."""
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from train_workers import world
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "smolmoe"
+sys.path.insert(0, str(EXAMPLE))
+
+import jobs as listed  # noqa: E402
+import packing  # noqa: E402
+import run as example  # noqa: E402
+
+QUICK = ["--limit", "16", "--stage1-epochs", "1", "--stage2-epochs", "1", "--passes", "2", "--workers", "1"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """A small model, and every data set the study asks for, in the sizes that their splits need."""
+    folder = tmp_path_factory.mktemp("world")
+    model, data = world.save(folder, n=40, validation=20, test=20)
+    for task in ("openbookqa", "arc_challenge", "arc_easy", "mmlu_law"):
+        shutil.copytree(Path(data) / "sciq", Path(data) / task)
+    asked = [json.loads(line) for line in (Path(data) / "sciq" / "train.jsonl").read_text().splitlines()]
+    many = [asked[i % 40] | {"id": f"m{i}", "question": f"w{i % 24} o{i % 39}"} for i in range(3210)]
+    (Path(data) / "medmcqa").mkdir()
+    (Path(data) / "medmcqa" / "validation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in many))
+    return model, data
+
+
+def go(place: tuple[str, str], out: Path, *more: str) -> int:
+    start = ["--model", place[0], "--data-root", place[1], "--out", str(out), "--seeds", "0"]
+    return example.main([*start, *QUICK, *more])
+
+
+# -- the list ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_list_is_in_order_and_complete(place: tuple[str, str], tmp_path: Path) -> None:
+    """Oracle: what the issue asks for, written out; every need is a job that comes before."""
+    settings = listed.Settings(model=place[0], out=tmp_path, seeds=(0, 1), data_root=place[1], limit=16)
+    found = listed.jobs(settings)
+    names = [job.name for job in found]
+    assert len(set(names)) == len(names)
+    assert [tier for i, tier in enumerate(job.tier for job in found) if i == 0 or found[i - 1].tier != tier] == [
+        *("main", "paper", "tasks", "factors", "layers")
+    ]
+    for i, job in enumerate(found):
+        assert set(job.needs) <= set(names[:i]), job.name
+    methods = (
+        "temp-scale",
+        "mcdr",
+        "swag",
+        "vglr-mf",
+        "vglr-fc",
+        "vglr-lr",
+        "vtsr",
+        "laplace",
+        "mean-only",
+        "fixed-noise",
+    )
+    for task in ("openbookqa", "arc_challenge", "sciq", "medmcqa"):
+        for label in ("map", "map-early", *methods, "vglr-fc@paper", "vglr-mf@paper", "vtsr@paper"):
+            for seed in (0, 1):
+                assert f"{task}: {label}, seed {seed}" in names
+    fc = next(job for job in found if job.name == "openbookqa: vglr-fc, seed 0")
+    assert {path.parent.name for path in fc.leaves[:3]} == {"vglr-fc-s0", "vglr-fc+answer-s0", "vglr-fc+full-s0"}
+    assert fc.leaves[3].name.startswith("stability-")
+    assert [job.name for job in found[:3]] == [
+        "openbookqa: stage 1, seed 0",
+        "openbookqa: map, seed 0",
+        "openbookqa: stage 1, seed 1",
+    ]
+    questions = listed.questions(settings.study("openbookqa"), validation=False)
+    assert {q.task for q in questions} == {"openbookqa", "arc_easy", "arc_challenge", "medmcqa", "mmlu_law"}
+    # 16 questions in batches of 32 for 10 epochs, but 1 - 0.2 of them belong to stage 1
+    assert next(job for job in found if job.name == "openbookqa: vtsr, seed 0").steps == 10
+    assert next(job for job in found if job.name == "openbookqa: vtsr@paper, seed 0").steps == 10
+
+
+def job(tmp_path: Path, name: str, needs: tuple[str, ...] = (), kind: str = "", fail: bool = False) -> Any:
+    def work() -> None:
+        if fail:
+            raise ValueError("no\nway")
+        time.sleep(0.05)
+        (tmp_path / name).touch()
+
+    return listed.Job("main", name, kind or name, work, (tmp_path / name,), needs)
+
+
+def test_a_failed_job_holds_back_what_needs_it_and_no_more(tmp_path: Path) -> None:
+    wanted = [job(tmp_path, "a", fail=True), job(tmp_path, "b", ("a",)), job(tmp_path, "c")]
+    assert example.execute(wanted, 1, None, tmp_path) == {"a": "no"}
+    assert [one.done for one in wanted] == [False, False, True]
+    timed = [json.loads(line) for line in (tmp_path / "timing.jsonl").read_text().splitlines()]
+    assert [(row["job"], row["failed"]) for row in timed] == [("a", "no"), ("c", None)]
+
+
+def test_nothing_is_started_that_would_not_end_in_time(tmp_path: Path) -> None:
+    """The first of a kind shows how long it takes; with less time left than that no other is started."""
+    wanted = [job(tmp_path, name, kind="same") for name in ("a", "b", "c")]
+    example.execute(wanted, 1, time.monotonic() + 0.12, tmp_path)
+    assert wanted[0].done
+    assert not wanted[2].done
+    example.execute(wanted, 1, time.monotonic() - 1, tmp_path)
+    assert not wanted[2].done
+
+
+def test_stage_1_is_made_only_for_what_is_missing(tmp_path: Path) -> None:
+    first = job(tmp_path, "first", kind="stage 1 x")
+    wanted = [first, job(tmp_path, "b", ("first",))]
+    (tmp_path / "b").touch()
+    assert example.execute(wanted, 1, None, tmp_path) == {}
+    assert not first.done
+    (tmp_path / "b").unlink()
+    example.execute(wanted, 1, None, tmp_path)
+    assert first.done
+
+
+# -- the study ---------------------------------------------------------------------------------------------------------
+
+
+def columns(path: Path) -> tuple[list[str], Any]:
+    table = pq.read_table(path / "predictions.parquet")
+    return table["id"].to_pylist(), np.array(table["log_probs"].to_pylist())
+
+
+@pytest.mark.slow
+def test_stop_pack_go_on_elsewhere_and_report(
+    place: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Oracle: the files of the first machine. What came in a pack is not computed again, and is what it was but for rounding."""
+    labels = ["--only", "main", "--labels", "map", "vglr-fc"]
+    assert go(place, tmp_path / "a", *labels, "--minutes", "0") == 0
+    said = capsys.readouterr().out
+    assert "missing: 4 of 4 jobs" in said
+    assert "main: openbookqa: vglr-fc, seed 0" in said
+
+    pack = tmp_path / "one.tar.xz"
+    assert go(place, tmp_path / "a", *labels, "--pack", str(pack)) == 0
+    assert "missing: 0 of 4 jobs" in capsys.readouterr().out
+    here = tmp_path / "a" / "openbookqa"
+    assert not (here / "runs" / "vglr-fc-s0").exists()  # nothing needs it any more
+    assert json.loads((here / "records" / "vglr-fc-s0.json").read_text())["method"] == "vglr-fc"
+    assert pack.stat().st_size < 60_000
+    assert not any(name.endswith("safetensors") for name in packing.tarfile.open(pack).getnames())
+
+    labels.append("mean-only")
+    there = tmp_path / "b" / "openbookqa"
+    second = tmp_path / "two.tar.xz"
+    assert go(place, tmp_path / "b", *labels, "--unpack", str(pack), "--pack", str(second)) == 0
+    said = capsys.readouterr().out
+    assert "4 folders of predictions came" in said
+    assert [line.split("] ")[1].split(":")[1] for line in said.splitlines() if line.startswith("[")] == [
+        *(" stage 1, seed 0", " mean-only, seed 0")
+    ]
+    for folder in ("map-s0", "vglr-fc-s0", "vglr-fc+answer-s0", "vglr-fc+full-s0"):
+        (ids, ours), (same, theirs) = columns(there / folder), columns(here / folder)
+        assert ids == same
+        np.testing.assert_allclose(ours, theirs, rtol=2**-14)
+        assert (there / folder / "meta.json").read_text() != ""
+    assert second.stat().st_size < pack.stat().st_size  # what came is not packed again
+
+    assert go(place, tmp_path / "c", "--unpack", str(pack), str(second), "--report") == 0
+    said = capsys.readouterr().out
+    results = tmp_path / "c" / "results"
+    rows = json.loads((results / "metrics.json").read_text())
+    nll = {row["method"]: row["value"] for row in rows if row["metric"] == "nll" and row["task"] == "openbookqa"}
+    assert {"map", "map+ts", "vglr-fc", "vglr-fc+answer", "vglr-fc+full", "mean-only"} <= nll.keys()
+    table = pq.read_table(here / "vglr-fc-s0" / "predictions.parquet")
+    own = [i for i, task in enumerate(table["task"].to_pylist()) if task == "openbookqa"]
+    picked = [table["log_probs"][i].as_py()[table["answer"][i].as_py()] for i in own]
+    assert nll["vglr-fc"] == pytest.approx(-np.mean(picked), rel=1e-4)
+    assert {row["study"] for row in rows} >= {"stability", "brittleness"}
+    assert 'id="stability"' in (results / "report" / "index.html").read_text()
+    assert str(results / "report" / "index.html") in said
+    with pytest.raises(SystemExit):
+        go(place, tmp_path, "--only", "everything")
+    assert go(place, tmp_path / "d", "--unpack", str(tmp_path / "none.tar.xz")) == 2
+    assert "no such file" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_processes_share_the_work(place: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command itself, in two processes that keep their models: both seeds are there, and a second call does nothing."""
+    command = [sys.executable, str(EXAMPLE / "run.py"), "--model", place[0], "--data-root", place[1]]
+    command += [
+        "--out",
+        str(tmp_path),
+        *QUICK[:-1],
+        "2",
+        "--seeds",
+        "0,1",
+        "--labels",
+        "map",
+        "mean-only",
+        "--only",
+        "main",
+    ]
+    first = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "missing: 0 of 8 jobs" in first.stdout, first.stdout + first.stderr
+    for seed in (0, 1):
+        for label in ("map", "mean-only"):
+            assert (tmp_path / "openbookqa" / f"{label}-s{seed}" / "meta.json").exists()
+    capsys.readouterr()
+    assert example.main(command[2:]) == 0
+    assert not [line for line in capsys.readouterr().out.splitlines() if line.startswith("[")]
