@@ -261,8 +261,12 @@ def _layers(settings: Settings) -> list[Job]:
     out = []
     for cell in (*layer_count.cells(study), *layer_placement.cells(study)):
         layers = cell.key["layers"] if isinstance(cell.key["layers"], str) else f"susceptible:{cell.key['layers']}"
-        run = study.out / "runs" / f"{cell.key['method']}-{layers}-s{cell.key['seed']}".replace(":", "")
-        out.append(dataclasses.replace(_cell(settings, "layers", cell, steps=steps, passes=100), runs=(run,)))
+        method, seed, runs = cell.key["method"], cell.key["seed"], study.out / "runs"
+        used = (
+            runs / f"{method}-{layers}-s{seed}".replace(":", ""),
+            runs / f"{method}-s{seed}",
+        )  # all layers: the label's
+        out.append(dataclasses.replace(_cell(settings, "layers", cell, steps=steps, passes=100), runs=used))
     return out
 
 

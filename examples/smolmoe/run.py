@@ -208,7 +208,6 @@ def _pool(workers: int) -> Executor:
     os.environ.setdefault(
         "VMOER_KEEP_MODELS", "3"
     )  # read when a process imports vmoer: a model is opened again and again
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if workers == 1:

@@ -69,12 +69,11 @@ def predict_passes(
 def _last_logits(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
     """Logits at each prompt's last token, [B, V]; other columns' are left out where the model knows how."""
     last_B = last_positions(inputs)
-    rows_B, columns_U = torch.arange(len(last_B), device=last_B.device), last_B
-    more: dict[str, Any] = {"use_cache": False}
-    if keeps_logits(model):
-        columns_U, last_B = last_B.unique(return_inverse=True)
-        more["logits_to_keep"] = columns_U
-    return model(**inputs, **more).logits[rows_B, last_B]
+    columns_U, place_B = last_B.unique(return_inverse=True)
+    kept = {"logits_to_keep": columns_U} if keeps_logits(model) else {}
+    logits = model(**inputs, **kept, use_cache=False).logits
+    column_B = place_B if logits.shape[1] == len(columns_U) else last_B  # some take the argument and do not heed it
+    return logits[torch.arange(len(last_B), device=last_B.device), column_B]
 
 
 def keeps_logits(model: Any) -> bool:
