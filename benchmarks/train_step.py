@@ -22,6 +22,7 @@ import transformers as tf
 
 import vmoer
 from vmoer.attach import attach, detach
+from vmoer.bench.geometries import GEOMETRIES
 from vmoer.training.checkpoint import write_bytes, write_json
 from vmoer.training.data import Batch, Examples, collate
 from vmoer.training.loop import _step
@@ -29,22 +30,7 @@ from vmoer.training.objective import answer_log_probs
 from vmoer.training.plan import Plan
 from vmoer.training.workers import Workers
 
-GRANITE_3B = {
-    "vocab_size": 49155,
-    "hidden_size": 1536,
-    "intermediate_size": 512,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 24,
-    "num_key_value_heads": 8,
-    "num_local_experts": 40,
-    "num_experts_per_tok": 8,
-    "max_position_embeddings": 4096,
-    "attention_multiplier": 0.015625,
-    "embedding_multiplier": 12.0,
-    "residual_multiplier": 0.22,
-    "logits_scaling": 6.0,
-    "tie_word_embeddings": True,
-}
+GRANITE_3B = GEOMETRIES["granite-3b"].config
 SMALL = GRANITE_3B | {
     "vocab_size": 512,
     "hidden_size": 128,

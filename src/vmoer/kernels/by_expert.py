@@ -72,6 +72,22 @@ def _spread(
 
 
 @triton.jit
+def _expert(
+    i, mean_T, mean_n, shift_T, shift_n, entries_T, entry_n, entry_j, log_sd_T, log_sd_n, eps_ptr, first_JS, live, scale,
+    N: tl.constexpr, R: tl.constexpr, S: tl.constexpr, S_PAD: tl.constexpr, J: tl.constexpr, B: tl.constexpr,
+    SHIFT: tl.constexpr,
+):  # fmt: skip
+    """Expert i's logits, [B, S_PAD], asked for when they are needed: for sums that are seldom taken."""
+    mean_B, log_sd_B, a_BJ = _fetch(
+        i, mean_T, mean_n, shift_T, shift_n, entries_T, entry_n, entry_j, log_sd_T, log_sd_n, live, N, R, J, SHIFT
+    )
+    spread_BS = _spread(
+        i, log_sd_B, a_BJ, entries_T, entry_j, eps_ptr, first_JS, live, scale, N, R, S, S_PAD, J, B
+    )  # fmt: skip
+    return mean_B[:, None] + spread_BS
+
+
+@triton.jit
 def _largest_mean(mean_T, mean_n, shift_T, shift_n, n, inside, N: tl.constexpr, SHIFT: tl.constexpr):
     mean_BN = tl.load(mean_T[:, None] + n[None, :] * mean_n, mask=inside, other=0.0).to(tl.float32)
     if SHIFT:
@@ -153,34 +169,18 @@ def _by_expert_kernel(
         if not SIGMOID:
             top = tl.full([B, S_PAD], _LOWEST, tl.float32)
             total = tl.zeros([B, S_PAD], tl.float32)
-            mean_B, log_sd_B, a_BJ = _fetch(
-                0, mean_T, mean_n, shift_T, shift_n, entries_T, entry_n, entry_j, log_sd_T, log_sd_n, live,
-                N, R, J, SHIFT,
-            )  # fmt: skip
             for i in range(N):
-                next_mean, next_sd, next_a = _fetch(
-                    i + 1, mean_T, mean_n, shift_T, shift_n, entries_T, entry_n, entry_j, log_sd_T, log_sd_n, live,
-                    N, R, J, SHIFT,
+                logits_BS = _expert(
+                    i, mean_T, mean_n, shift_T, shift_n, entries_T, entry_n, entry_j, log_sd_T, log_sd_n, eps_ptr, first_JS,
+                    live, scale, N, R, S, S_PAD, J, B, SHIFT,
                 )  # fmt: skip
-                spread_BS = _spread(
-                    i, log_sd_B, a_BJ, entries_T, entry_j, eps_ptr, first_JS, live, scale, N, R, S, S_PAD, J, B
-                )  # fmt: skip
-                top, total = add_exp(top, total, mean_B[:, None] + spread_BS)
-                mean_B, log_sd_B, a_BJ = next_mean, next_sd, next_a
+                top, total = add_exp(top, total, logits_BS)
             lse_BS = top + tl.log(total)
-        mean_B, log_sd_B, a_BJ = _fetch(
-            0, mean_T, mean_n, shift_T, shift_n, entries_T, entry_n, entry_j, log_sd_T, log_sd_n, live,
-            N, R, J, SHIFT,
-        )  # fmt: skip
         for i in range(N):
-            next_mean, next_sd, next_a = _fetch(
-                i + 1, mean_T, mean_n, shift_T, shift_n, entries_T, entry_n, entry_j, log_sd_T, log_sd_n, live,
-                N, R, J, SHIFT,
+            logits_BS = _expert(
+                i, mean_T, mean_n, shift_T, shift_n, entries_T, entry_n, entry_j, log_sd_T, log_sd_n, eps_ptr, first_JS,
+                live, scale, N, R, S, S_PAD, J, B, SHIFT,
             )  # fmt: skip
-            spread_BS = _spread(
-                i, log_sd_B, a_BJ, entries_T, entry_j, eps_ptr, first_JS, live, scale, N, R, S, S_PAD, J, B
-            )  # fmt: skip
-            logits_BS = mean_B[:, None] + spread_BS
             if SIGMOID:
                 yes = tl.where(points, log_sigmoid(logits_BS), float("-inf"))
                 no = tl.where(points, log_sigmoid(-logits_BS), float("-inf"))
@@ -188,7 +188,6 @@ def _by_expert_kernel(
             else:
                 out_B = log_sum_exp(tl.where(points, logits_BS - lse_BS, float("-inf")), 1) - LOG_S
             tl.store(out_ptr + t64 * N + i, out_B + own_B, mask=live)
-            mean_B, log_sd_B, a_BJ = next_mean, next_sd, next_a
 
 
 def average(
