@@ -75,10 +75,14 @@ def test_stage_2_brings_test_nll_below_maps(key: str, overconfident: Any, map_lo
     assert abs(metrics.accuracy(log_probs, test.answers) - accuracy) < 2 * error
 
 
+@pytest.mark.parametrize("start", ["class", "preset"])
 @pytest.mark.parametrize("beta", [0.01, 0.1])
-def test_temperatures_stay_off_their_bounds(beta: float, overconfident: Any, tmp_path: Path) -> None:
-    """Ten epochs with the default regulariser: the 5% and 95% quantiles keep clear of T_min and T_max at every step."""
-    config: Any = vmoer.VariationalTemperature(beta=beta)
+def test_temperatures_stay_off_their_bounds(beta: float, start: str, overconfident: Any, tmp_path: Path) -> None:
+    """Ten epochs with the default regulariser: the 5% and 95% quantiles keep clear of T_min and T_max at every step.
+
+    From T = 1, where the class starts, and from where the default preset does.
+    """
+    config: Any = vmoer.VariationalTemperature(beta=beta) if start == "class" else DEFAULT.config("vtsr", beta=beta)
     plan = Plan(epochs=10, lr=DEFAULT.stage2.lr)
     examples = world.examples(160, 7)
     stage2(

@@ -131,15 +131,6 @@ def novelty(u_TD: Tensor, basis_RD: Tensor, inverse_R: Tensor, rest: Tensor) -> 
     return quadratic.novelty(u_TD, basis_RD, inverse_R, rest)
 
 
-def choose(by_TN: Tensor, logits_TN: Tensor, ask: Ask) -> Choice | None:
-    """Top-K of `by_TN` and softmax weights of `logits_TN` (vmoer.kernels.select.select), or None."""
-    if not _usable(by_TN, logits_TN) or by_TN.shape[-1] > 1024 or ask.k > min(16, by_TN.shape[-1]):
-        return None
-    from vmoer.kernels.select import select
-
-    return select(by_TN, logits_TN, ask)
-
-
 __all__ = [
     "Ask",
     "Choice",
@@ -147,7 +138,6 @@ __all__ = [
     "Tempered",
     "available",
     "average",
-    "choose",
     "enabled",
     "expected_sigmoid_logit",
     "log_expected_softmax",

@@ -29,8 +29,6 @@ from vmoer.kernels._tiles import average_points, log_sum_exp, on_device, pad, pr
 from vmoer.kernels.select import room
 from vmoer.kernels.select import select as select_experts
 
-MOST_EXPERTS = 256
-
 
 @triton.jit
 def _by_token_kernel(

@@ -40,8 +40,6 @@ from vmoer.kernels._tiles import (
 from vmoer.kernels.select import room
 from vmoer.kernels.select import select as select_experts
 
-MOST_EXPERTS, MOST_RANK = 512, 64
-
 
 @triton.jit
 def _by_point_kernel(

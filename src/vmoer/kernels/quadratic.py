@@ -16,8 +16,6 @@ from torch import Tensor
 from vmoer.kernels import MANY
 from vmoer.kernels._tiles import on_device, pad, product
 
-MOST_RANK = 256
-
 
 @triton.jit
 def _novelty_kernel(

@@ -24,8 +24,6 @@ from vmoer.kernels._asks import Ask, Keys, Tempered
 from vmoer.kernels._tiles import log_sum_exp, mix, on_device, pad, store_selected
 from vmoer.kernels.select import room
 
-MOST_EXPERTS = 1024
-
 
 @triton.jit
 def _minus_log(uniform, bits):
