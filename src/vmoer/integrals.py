@@ -20,14 +20,14 @@ from vmoer import kernels
 from vmoer.gaussians import Gaussian
 
 Rule = Literal["points", "delta", "delta-cv"]
-_PIECE = 1 << 22  # numbers in the largest intermediate
+_PIECE = {"cpu": 1 << 18}  # numbers in the largest intermediate: what a core's cache holds, 2^22 elsewhere
 
 
 def in_pieces(
     q: Gaussian, samples: int, eps: Tensor | None, work: Callable[[Gaussian, Tensor | None], Tensor]
 ) -> Tensor:
     tokens, experts = q.mean_TN.shape
-    step = max(1, _PIECE // (max(1, samples) * experts))
+    step = max(1, _PIECE.get(q.mean_TN.device.type, 1 << 22) // (max(1, samples) * experts))
     if tokens <= step:
         return work(q, eps)
     per_token = eps is not None and eps.dim() == 3
