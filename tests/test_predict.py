@@ -23,7 +23,8 @@ import vmoer
 from vmoer.attach import attachment_of, sampled
 from vmoer.averaging import predict, predict_passes
 from vmoer.errors import InputError, RunError
-from vmoer.predict import SIGNALS, answer, by_length, collate, predict_task
+from vmoer.predict import answer, by_length, collate, predict_task
+from vmoer.predictions import SIGNALS
 from vmoer.tasks import LETTERS, Question
 from vmoer.tasks.prompt import prompt
 

@@ -14,6 +14,8 @@ from sklearn.metrics import average_precision_score, log_loss, roc_auc_score
 from vmoer import metrics as m
 from vmoer import scores
 from vmoer.errors import InputError
+from vmoer.metrics import batched
+from vmoer.predictions import SIGNALS
 
 KEYS = ["study", "model", "task", "split", "method", "seed", "signal", "metric", "value", "low", "high"]
 META = {"model": "tiny", "method": "map", "seed": 0, "source_task": "own", "ood_tasks": ["near", "far"]}
@@ -44,7 +46,7 @@ def save(directory: Path, *cells, order=None, meta=META) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     names = list(dict.fromkeys(name for one in cells for name in one))
     columns = {name: [v for one in cells for v in one.get(name, [None] * len(one["id"]))] for name in names}
-    table = pa.table({n: pa.array(v, pa.float64()) if n in scores.SIGNALS else v for n, v in columns.items()})
+    table = pa.table({n: pa.array(v, pa.float64()) if n in SIGNALS else v for n, v in columns.items()})
     pq.write_table(table if order is None else table.take(order), directory / "predictions.parquet")
     (directory / "meta.json").write_text(json.dumps(meta))
     return directory
@@ -117,15 +119,15 @@ def test_against_scikit_learn(study):
 def test_batched_draws_equal_the_metrics(drawn, seed):
     """Oracle: the metrics themselves on the questions of each draw, repeated as often as drawn; ties are common."""
     confidence, correct = np.array([c / 8 for c, _ in drawn]), np.array([y for _, y in drawn])
-    counts = scores.multiplicities((len(drawn),), 5, seed)
-    batched = scores._on_draws(confidence, correct, counts)
+    counts = batched.multiplicities((len(drawn),), 5, seed)
+    found = batched._on_draws(confidence, correct, counts)
     for d, count in enumerate(counts):
         c, y = np.repeat(confidence, count), np.repeat(correct, count)
         for metric in (m.ece, m.mce, m.debiased_ece):
-            assert batched[metric.__name__][d] == pytest.approx(metric(c, y), abs=1e-6)
+            assert found[metric.__name__][d] == pytest.approx(metric(c, y), abs=1e-6)
         for metric in (m.aurc, m.augrc):
-            assert batched[metric.__name__][d] == pytest.approx(metric(c, 1 - y))
-        assert batched["smooth_ece"][d] == pytest.approx(m.smooth_ece(c, y), abs=4e-3)
+            assert found[metric.__name__][d] == pytest.approx(metric(c, 1 - y))
+        assert found["smooth_ece"][d] == pytest.approx(m.smooth_ece(c, y), abs=4e-3)
 
 
 def test_intervals_equal_the_bootstraps_of_the_metrics(study):

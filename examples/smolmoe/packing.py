@@ -24,7 +24,7 @@ from vmoer.errors import InputError
 from vmoer.files import write_bytes, write_json
 
 BITS = 14
-RECOMPUTED = ("predictive_entropy",)  # from log_probs, by vmoer.scores
+RECOMPUTED = ("predictive_entropy",)  # from log_probs, by vmoer.predictions
 _UNPACKED = "unpacked.json"
 
 

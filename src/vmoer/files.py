@@ -20,5 +20,9 @@ def write_bytes(path: Path, data: bytes) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def write_text(path: Path, text: str) -> None:
+    write_bytes(path, text.encode())
+
+
 def write_json(path: Path, value: Any) -> None:
-    write_bytes(path, (json.dumps(value, indent=1, allow_nan=False) + "\n").encode())
+    write_text(path, json.dumps(value, indent=1, allow_nan=False) + "\n")

@@ -12,11 +12,8 @@ Shapes: M passes, B prompts, V letters, T columns of the batch, K selected exper
 """
 
 import hashlib
-import io
 import json
-import os
 import platform
-import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -38,6 +35,7 @@ from vmoer.averaging import (
     repeats_cache,
 )
 from vmoer.errors import InputError, RunError
+from vmoer.predictions import ROUTER_SIGNALS, SIGNALS, finish, write_part
 from vmoer.recording import Record
 from vmoer.routers import Deterministic
 from vmoer.store import adapter_fingerprint, fingerprint
@@ -45,11 +43,7 @@ from vmoer.tasks import Question
 from vmoer.tasks.prompt import encode, letter_ids
 from vmoer.training.data import by_length
 
-__all__ = ["SIGNALS", "predict", "predict_task"]  # `vmoer.predict` is the function, whoever imports this module
-
-ROUTER_SIGNALS = ("gate_entropy", "logit_variance", "temperature", "mc_logit_variance", "novelty")
-KEYS = ("id", "task", "split")
-SIGNALS = (*ROUTER_SIGNALS, "mutual_information", "predictive_entropy")
+__all__ = ["predict", "predict_task"]  # `vmoer.predict` is the function, whoever imports this module
 
 
 def predict_task(
@@ -109,9 +103,9 @@ def predict_task(
                     with _seeded(f"{seed} {number}", model), _memory(batch):
                         found = answer(model, batch, letters, [options[row] for row in rows], averaging, passes)
                     _check(found["log_probs"], [questions[row] for row in rows])
-                    _write_part(part, rows, found, routing)
+                    write_part(part, rows, found, routing)
                 advance(len(rows))
-        _finish(folder, parts, questions, [len(p) for p in prompts], meta)
+        finish(folder, parts, questions, [len(p) for p in prompts], meta)
     finally:
         model.train(training)
         if bare:
@@ -278,66 +272,7 @@ def _checksum(model: Any) -> str:
     return _digest(sums, json.dumps(settings, sort_keys=True, default=str))
 
 
-# -- files -------------------------------------------------------------------------------------------------------------
-
-
-def _write_part(path: Path, rows: list[int], found: dict[str, list[Any]], routing: bool) -> None:
-    import pyarrow as pa
-
-    columns = {"row": pa.array(rows, pa.int64()), "log_probs": pa.array(found["log_probs"], pa.list_(pa.float64()))}
-    columns |= {name: pa.array(found[name], pa.float64()) for name in SIGNALS}
-    if routing:
-        columns["experts"] = pa.array(found["experts"], pa.list_(pa.list_(pa.int32())))
-    _write(path, _parquet(pa.table(columns)), path.parent)
-
-
-def _finish(
-    folder: Path, parts: list[Path], questions: Sequence[Question], lengths: list[int], meta: dict[str, Any]
-) -> None:
-    """The parts as one table in the order of the questions; `meta.json` last, so that it never describes other files."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    n, scratch = len(questions), parts[0].parent
-    found = pa.concat_tables([pq.read_table(part) for part in parts]).sort_by("row")
-    keys = pa.table({name: pa.array([getattr(q, name) for q in questions], pa.string()) for name in KEYS})
-    columns = {name: keys[name] for name in KEYS}
-    columns["method"] = pa.array([meta["method"]] * n, pa.string())
-    columns["seed"] = pa.array([meta["seed"]] * n, pa.int64())
-    columns["answer"] = pa.array([q.answer for q in questions], pa.int64())
-    columns["log_probs"] = found["log_probs"]
-    columns["prompt_tokens"] = pa.array(lengths, pa.int64())
-    columns |= {name: found[name] for name in SIGNALS}
-    for name in ("meta.json", "routing.parquet", "metrics.json"):  # of other predictions
-        (folder / name).unlink(missing_ok=True)
-    _write(folder / "predictions.parquet", _parquet(pa.table(columns)), scratch)
-    if meta["routing"]:
-        layers = meta["config"]["layers"]
-        of_layers = keys.take([row for row in range(n) for _ in layers])
-        columns = {name: of_layers[name] for name in KEYS}
-        columns["layer"] = pa.array([*layers] * n, pa.int32())
-        columns["experts"] = pa.chunked_array([chunk.flatten() for chunk in found["experts"].chunks])
-        _write(folder / "routing.parquet", _parquet(pa.table(columns)), scratch)
-    _write(folder / "meta.json", (json.dumps(meta, indent=2) + "\n").encode(), scratch)
-    shutil.rmtree(scratch)
-
-
-def _parquet(table: Any) -> bytes:
-    import pyarrow.parquet as pq
-
-    buffer = io.BytesIO()
-    pq.write_table(table, buffer)
-    return buffer.getvalue()
-
-
-def _write(path: Path, data: bytes, scratch: Path) -> None:
-    """Whole or not at all; what a killed process leaves in `scratch` goes with it."""
-    temporary = scratch / f".{path.name}.{os.getpid()}"
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+# -- progress ----------------------------------------------------------------------------------------------------------
 
 
 @contextmanager

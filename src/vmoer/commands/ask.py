@@ -231,7 +231,8 @@ def _of_letter(
 ) -> Reading:
     """As `vmoer eval` answers: by the letters' probabilities where the prompt ends."""
     from vmoer.generation import ready
-    from vmoer.predict import SIGNALS, _context, _seeded, answer, collate
+    from vmoer.predict import _context, _seeded, answer, collate
+    from vmoer.predictions import SIGNALS
     from vmoer.tasks import LETTERS as ALPHABET
     from vmoer.tasks import Question
     from vmoer.tasks.prompt import encode, letter_ids

@@ -149,9 +149,9 @@ def read_answers(
 
 def _letters(folder: Path, method: str | None, seed: int | None) -> Found:
     from vmoer import metrics as m
-    from vmoer import scores
+    from vmoer import predictions
 
-    cells = [(group, key) for group in scores.load(folder) for key in group.cells]
+    cells = [(group, key) for group in predictions.load(folder) for key in group.cells]
     valid = [(g, key) for g, key in cells if key.split == "validation" and key.task == g.source_task]
     group, key = _only({(key.method, key.seed, key.task, g.model): (g, key) for g, key in valid}, method, seed, folder)
     splits = {"validation": group.cells[key]}

@@ -6,14 +6,16 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from vmoer import scores
+from vmoer import predictions, scores
 from vmoer.errors import InputError
+from vmoer.files import write_text
 from vmoer.metrics import auroc
+from vmoer.predictions import Cell, Predictions
 from vmoer.report import figures, overhead, page, studies, summaries
 from vmoer.report.figures import Figure
 from vmoer.report.page import Section
 from vmoer.report.tables import Entry, Table, to_csv, to_latex, to_markdown, to_terminal
-from vmoer.scores import Cell, Predictions, Row
+from vmoer.scores import Row
 
 __all__ = ["Entry", "Figure", "Section", "Table", "read", "report", "sections", "tables", "to_csv", "to_latex"]
 __all__ += ["to_markdown", "to_terminal"]
@@ -143,10 +145,10 @@ def report(directory: Path) -> Path:
     rows = read(directory)
     # Committed results may come without their predictions: then the page has tables and no figures.
     has_predictions = any(directory.glob("predictions.parquet")) or any(directory.glob("*/predictions.parquet"))
-    predictions = scores.load(directory) if has_predictions else []
+    answers = predictions.load(directory) if has_predictions else []
     answered = [row for row in rows if row.get("study") not in studies.BUILDERS]
-    made = [*sections(answered, predictions), *studies.sections(rows), *overhead.sections(directory, rows)]
-    parquets = [str(path.relative_to(directory)) for path in scores.files(directory)] if has_predictions else []
+    made = [*sections(answered, answers), *studies.sections(rows), *overhead.sections(directory, rows)]
+    parquets = [str(path.relative_to(directory)) for path in predictions.files(directory)] if has_predictions else []
     sources = [
         *_HOW,
         f"Numbers: metrics.json ({len(rows)} rows)" + (f", from {', '.join(parquets)}." if parquets else "."),
@@ -155,9 +157,9 @@ def report(directory: Path) -> Path:
     title = "Uncertainty report" + (f": {', '.join(models)}" if models else "")
     out, found = directory / "report", [table for section in made for table in section.tables]
     for table in found:
-        scores.write_text(out / f"{table.name}.csv", to_csv(table))
-        scores.write_text(out / f"{table.name}.tex", to_latex(table))
-    scores.write_text(out / "tables.md", "\n".join(to_markdown(table) for table in found))
+        write_text(out / f"{table.name}.csv", to_csv(table))
+        write_text(out / f"{table.name}.tex", to_latex(table))
+    write_text(out / "tables.md", "\n".join(to_markdown(table) for table in found))
     index = out / "index.html"
-    scores.write_text(index, page.render(title, page.headlines(answered), made, sources))
+    write_text(index, page.render(title, page.headlines(answered), made, sources))
     return index

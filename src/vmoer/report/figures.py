@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vmoer import metrics as m
-from vmoer.scores import SIGNALS, Cell
+from vmoer.predictions import SIGNALS, Cell
 
 PALETTE = ("#0079c1", "#d55e00", "#009e73", "#cc79a7", "#b58900", "#56a5d8", "#8a63d2", "#7f8c8d")
 _DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))

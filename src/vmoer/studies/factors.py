@@ -22,9 +22,10 @@ from typing import Any
 
 import torch
 
-from vmoer import metrics, scores, tasks
+from vmoer import metrics, predictions, tasks
 from vmoer.attach import attached, routers_of
 from vmoer.files import write_json
+from vmoer.metrics import batched
 from vmoer.metrics.resampling import percentiles
 from vmoer.models import Opened, open_model
 from vmoer.predict import predict_task
@@ -264,13 +265,13 @@ def logit_spread(study: Study, source: Path) -> float:
 
 def summary(out: Path, draws: int = 500) -> list[Row]:
     """Every level's scores and their differences to MAP: over seeds, a pure function of the files in OUT/factors."""
-    found: dict[tuple[str, str], dict[int, dict[str, scores.Estimate]]] = {}
+    found: dict[tuple[str, str], dict[int, dict[str, batched.Estimate]]] = {}
     about: dict[str, dict[str, Any]] = {}
     common: dict[str, Any] = {}
     for path in sorted((out / STUDY).glob("*/level.json")):
         level = json.loads(path.read_text())
         for file in sorted(path.parent.glob("*/predictions.parquet")):
-            (group,) = scores.load(file.parent)
+            (group,) = predictions.load(file.parent)
             common = {"model": group.model, "task": group.source_task, "split": "validation"}
             cells = {key.split: cell for key, cell in group.cells.items()}
             asked = {level["slug"]: cells[SCORE]}
@@ -279,7 +280,7 @@ def summary(out: Path, draws: int = 500) -> list[Row]:
                 scaled = metrics.apply_temperature(cells[SCORE].log_probs, temperature)
                 asked[f"{level['slug']}+ts"] = cells[SCORE]._replace(log_probs=scaled)
             for slug, cell in asked.items():
-                known = scores.calibration(cell, draws, 0)
+                known = batched.calibration(cell.log_probs, cell.answers, draws, 0)
                 found.setdefault((slug, file.parent.name), {})[level["seed"]] = {m: known[m] for m in METRICS}
                 tuned = {"level": f"{level['level']} + output temperature", "label": f"{level['label']}+ts"}
                 about[slug] = level | (tuned if slug.endswith("+ts") else {})
@@ -299,8 +300,8 @@ def summary(out: Path, draws: int = 500) -> list[Row]:
     return rows
 
 
-def _row(metric: str, name: str, by_seed: dict[int, scores.Estimate], keys: dict[str, Any]) -> Row:
-    value, drawn = scores.over_seeds(list(by_seed.values()), 0)
+def _row(metric: str, name: str, by_seed: dict[int, batched.Estimate], keys: dict[str, Any]) -> Row:
+    value, drawn = batched.over_seeds(list(by_seed.values()), 0)
     # resampling repeats questions, which biases all but means upwards
     shift = float(drawn.mean()) - value if metric == "debiased_ece" else 0.0
     low, high = percentiles(value, drawn - shift, 0.95)[1:]
