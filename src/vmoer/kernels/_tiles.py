@@ -20,8 +20,9 @@ import triton.language as tl
 from torch import Tensor
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-_WIDE_DOT = tl.constexpr(INTERPRETED)  # the interpreter's dot would multiply bfloat16 numbers as bit patterns
+_INTERPRETED = tl.constexpr(INTERPRETED)
 _LOWEST = tl.constexpr(-3.0e38)
+_LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 def pad(n: int, least: int = 1) -> int:
@@ -38,7 +39,7 @@ def on_device(tensor: Tensor) -> Any:
 @triton.jit
 def product(a, b, acc):
     """acc + a b, for points b in float32, or in bfloat16 where they are exact there."""
-    if _WIDE_DOT:
+    if _INTERPRETED:  # whose dot would multiply bfloat16 numbers as bit patterns
         acc = tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
     elif a.dtype == tl.bfloat16 and b.dtype == tl.bfloat16:
         acc = tl.dot(a, b, acc)
@@ -50,6 +51,22 @@ def product(a, b, acc):
     else:
         acc = tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="tf32x3")
     return acc
+
+
+@triton.jit
+def exp2(x):
+    """2^x in one instruction, where tl.exp takes five: what lies below 2^-126 is zero."""
+    if _INTERPRETED:
+        return tl.exp2(x)
+    return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def log2(x):
+    """In one instruction, 2^-22 off."""
+    if _INTERPRETED:
+        return tl.log2(x)
+    return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
@@ -94,19 +111,22 @@ def average_points(logits_NS, n, s, N: tl.constexpr, S: tl.constexpr, LOG_S: tl.
 @triton.jit
 def store_selected(
     by_BN, log_p_BN, n, t, live, weights_ptr, indices_ptr, gate_scale, K: tl.constexpr, K_PAD: tl.constexpr,
-    NORMALISE: tl.constexpr,
+    NORMALISE: tl.constexpr, SAME: tl.constexpr,
 ):  # fmt: skip
     """Store the K experts of largest `by`, best first, and their weights exp(log_p), normalised or not.
 
-    Entries beyond N must be -inf in `by`.
+    Entries beyond N must be -inf in `by`. `SAME`: both are one, so that what is largest need not be looked up.
     """
     column = tl.arange(0, K_PAD)[None, :]
     log_w = tl.full([by_BN.shape[0], K_PAD], float("-inf"), tl.float32)
     index = tl.zeros([by_BN.shape[0], K_PAD], tl.int32)
     for k in tl.static_range(K):
-        at = tl.argmax(by_BN, 1)[:, None]
+        most_B, at_B = tl.max(by_BN, 1, return_indices=True)
+        at = at_B[:, None]
         here = n[None, :] == at
-        value = tl.sum(tl.where(here, log_p_BN, 0.0), 1)[:, None]
+        value = most_B[:, None]
+        if not SAME:
+            value = tl.sum(tl.where(here, log_p_BN, 0.0), 1)[:, None]
         log_w = tl.where(column == k, value, log_w)
         index = tl.where(column == k, at, index)
         by_BN = tl.where(here, float("-inf"), by_BN)

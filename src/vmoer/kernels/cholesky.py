@@ -75,7 +75,18 @@ def _by_token_kernel(
         if K > 0:
             by_1N = tl.where(inside, log_p_N, float("-inf"))[None, :]
             store_selected(
-                by_1N, log_p_N[None, :], n, row, row < tokens, weights_ptr, indices_ptr, gate_scale, K, K_PAD, NORMALISE
+                by_1N,
+                log_p_N[None, :],
+                n,
+                row,
+                row < tokens,
+                weights_ptr,
+                indices_ptr,
+                gate_scale,
+                K,
+                K_PAD,
+                NORMALISE,
+                SAME=True,
             )
 
 

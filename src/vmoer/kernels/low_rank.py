@@ -27,9 +27,11 @@ from vmoer.gaussians import LowRank
 from vmoer.kernels import MANY, by_expert
 from vmoer.kernels._asks import Ask, Choice
 from vmoer.kernels._tiles import (
+    _LOG2_E,
     _LOWEST,
     add_exp,
     average_points,
+    exp2,
     log_sigmoid,
     log_sum_exp,
     on_device,
@@ -62,13 +64,14 @@ def _by_point_kernel(
     log_p_BN = tl.zeros([B, N_PAD], tl.float32)
     exact = SIGMOID
     if not SIGMOID:
-        # around the largest mean: one exponential a sample and expert, and one sum
-        around_BN = mean_BN - tl.max(tl.where((n < N)[None, :], mean_BN, _LOWEST), 1)[:, None]
+        # around the largest mean, as powers of two: one exponential a sample and expert, and one sum
+        around_BN = (mean_BN - tl.max(tl.where((n < N)[None, :], mean_BN, _LOWEST), 1)[:, None]) * _LOG2_E
+        deviation_BN = sd_BN * _LOG2_E
         around_BN = tl.where((n < N)[None, :], around_BN, float("-inf"))
         total = tl.zeros([B, N_PAD], tl.float32)
         for s in range(S):
             eps_N = tl.load(eps_ptr + s * N + n, mask=n < N, other=0.0).to(tl.float32)
-            e_BN = tl.exp(around_BN + sd_BN * eps_N[None, :])
+            e_BN = exp2(around_BN + deviation_BN * eps_N[None, :])
             total += e_BN * (1.0 / tl.sum(e_BN, 1))[:, None]
         log_p_BN = tl.log(total) - LOG_S
         good = (total > 1e-30) | (inside == 0)  # false for NaN
@@ -100,7 +103,9 @@ def _by_point_kernel(
     tl.store(out_ptr + t64 * N + n64, out_BN, mask=inside)
     if K > 0:
         by_BN = tl.where((n < N)[None, :], log_p_BN, float("-inf"))
-        store_selected(by_BN, log_p_BN, n, t, live, weights_ptr, indices_ptr, gate_scale, K, K_PAD, NORMALISE)
+        store_selected(
+            by_BN, log_p_BN, n, t, live, weights_ptr, indices_ptr, gate_scale, K, K_PAD, NORMALISE, SAME=True
+        )
 
 
 @triton.jit
@@ -148,7 +153,18 @@ def _by_token_kernel(
         if K > 0:
             by_1N = tl.where(inside, log_p_N, float("-inf"))[None, :]
             store_selected(
-                by_1N, log_p_N[None, :], n, row, row < tokens, weights_ptr, indices_ptr, gate_scale, K, K_PAD, NORMALISE
+                by_1N,
+                log_p_N[None, :],
+                n,
+                row,
+                row < tokens,
+                weights_ptr,
+                indices_ptr,
+                gate_scale,
+                K,
+                K_PAD,
+                NORMALISE,
+                SAME=True,
             )
 
 

@@ -26,21 +26,26 @@ def room(tokens: int, ask: Ask | None, like: Tensor) -> tuple[Tensor, Tensor]:
 @triton.jit
 def _select_kernel(
     by_ptr, logits_ptr, weights_ptr, indices_ptr, tokens, gate_scale,
-    N: tl.constexpr, N_PAD: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, NORMALISE: tl.constexpr, B: tl.constexpr,
+    N: tl.constexpr, N_PAD: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, NORMALISE: tl.constexpr, SAME: tl.constexpr,
+    B: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0) * B + tl.arange(0, B)
     n = tl.arange(0, N_PAD)
     live = t < tokens
     place = t.to(tl.int64)[:, None] * N + n[None, :]
     inside = (n < N)[None, :] & live[:, None]
-    by_BN = tl.load(by_ptr + place, mask=inside, other=float("-inf"))
     logits_BN = tl.load(logits_ptr + place, mask=inside, other=float("-inf"))
-    log_p_BN = tl.where(inside, logits_BN - log_sum_exp(logits_BN, 1)[:, None], 0.0)
-    store_selected(by_BN, log_p_BN, n, t, live, weights_ptr, indices_ptr, gate_scale, K, K_PAD, NORMALISE)
+    log_p_BN = logits_BN - log_sum_exp(logits_BN, 1)[:, None]
+    by_BN = log_p_BN
+    if not SAME:
+        by_BN = tl.load(by_ptr + place, mask=inside, other=float("-inf"))
+    log_p_BN = tl.where(inside, log_p_BN, 0.0)
+    store_selected(by_BN, log_p_BN, n, t, live, weights_ptr, indices_ptr, gate_scale, K, K_PAD, NORMALISE, SAME)
 
 
 def select(by_TN: Tensor, logits_TN: Tensor, ask: Ask, tokens_a_program: int | None = None) -> Choice:
     tokens, experts = by_TN.shape
+    same = by_TN is logits_TN
     by_TN, logits_TN = by_TN.contiguous(), logits_TN.contiguous()
     weights_TK, indices_TK = room(tokens, ask, by_TN)
     n_pad = pad(experts)
@@ -48,7 +53,7 @@ def select(by_TN: Tensor, logits_TN: Tensor, ask: Ask, tokens_a_program: int | N
     with on_device(by_TN):
         _select_kernel[(triton.cdiv(tokens, block),)](
             by_TN, logits_TN, weights_TK, indices_TK, tokens, ask.scale,
-            N=experts, N_PAD=n_pad, K=ask.k, K_PAD=pad(ask.k), NORMALISE=ask.normalise, B=block,
+            N=experts, N_PAD=n_pad, K=ask.k, K_PAD=pad(ask.k), NORMALISE=ask.normalise, SAME=same, B=block,
             num_warps=1 if block == 1 else 4,
         )  # fmt: skip
     return Choice(logits_TN, weights_TK, indices_TK)

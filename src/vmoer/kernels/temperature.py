@@ -86,7 +86,9 @@ def _temperature_kernel(
         log_p_BN = tl.where(only, scaled_BN, float("-inf"))
         log_p_BN = tl.where(only, scaled_BN - log_sum_exp(log_p_BN, 1)[:, None], 0.0)
         by_BN = tl.where(only, select_BN, float("-inf"))
-        store_selected(by_BN, log_p_BN, n, t, live, weights_ptr, indices_ptr, gate_scale, K, K_PAD, NORMALISE)
+        store_selected(
+            by_BN, log_p_BN, n, t, live, weights_ptr, indices_ptr, gate_scale, K, K_PAD, NORMALISE, SAME=False
+        )
 
 
 def _signed(x: int) -> int:
