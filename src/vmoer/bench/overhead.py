@@ -10,8 +10,8 @@ memory_ratio};
 ratios are medians and quartiles over rounds of (method / plain model) within a round. Geometries already in the file and not
 measured again are kept. Weights are random and in bfloat16, the attached routers' too, as a model cast for inference has
 them; prefill asks for the last token's logits, as generation does. The row `novelty` is the plain model with its signals
-recorded, novelty at rank 128 among them; the phase `answer` has `answer-32`, the answers of a prompt averaged over 32 routing
-samples of its last token, against one pass over the same prompts.
+recorded, novelty at rank 128 among them; the phase `answer` has `answer-32`, the answers of 64 prompts of
+1,024 tokens, each averaged over 32 routing samples of its last token, against one pass over the same prompts.
 """
 
 import gc
@@ -40,6 +40,7 @@ from vmoer.files import write_bytes, write_json
 CONTEXT = 1024  # tokens in the cache a decode step attends to
 PLAIN = "map"
 RANK, PASSES = 128, 32  # of novelty, of answer averaging
+PROMPTS = 64  # whose answers are averaged together
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 KNOWN = GEOMETRIES if DEVICE == "cuda" else SMALL
@@ -119,7 +120,7 @@ class Decode:
     def __init__(self, model: nn.Module, batch: int) -> None:
         self.batch = batch
         self.cache = FullCache(model.config, batch)
-        self.ids = torch.randint(1000, (batch, 1), device=DEVICE)
+        self.ids = torch.randint(model.config.vocab_size, (batch, 1), device=DEVICE)  # type: ignore[arg-type, union-attr]
         self.positions = torch.full((batch, 1), CONTEXT - 1, device=DEVICE)
         self.mask = torch.ones(batch, 1, 1, CONTEXT, dtype=torch.bool, device=DEVICE)
 
@@ -137,7 +138,7 @@ class Decode:
 
 
 def timed(works: dict[str, Work], graph: bool, rounds: int, about: dict[str, Any]) -> list[dict[str, Any]]:
-    """One row a method. Where a method cannot run (captured, or at all) its row says why."""
+    """One row a method. Where a method cannot run (captured, or at all) its row says why. Short work is repeated in a round."""
     variants, failed = {}, {}
     for name, run in works.items():
         try:
@@ -150,7 +151,7 @@ def timed(works: dict[str, Work], graph: bool, rounds: int, about: dict[str, Any
             clean()
     rows = []
     if PLAIN in variants:
-        times = interleaved(variants, DEVICE, rounds, repeats=8 if graph else 1)
+        times = interleaved(variants, DEVICE, rounds, repeats=8 if graph and about["tokens"] <= 1024 else 1)
         for name, values in times.items():
             middle, low, high = ratio(values, times[PLAIN])
             spread = {"time_ratio": middle, "low": low, "high": high, "seconds": statistics.median(values)}
@@ -274,7 +275,7 @@ def measure(name: str, geometry: Geometry, quick: bool, ceiling: dict[str, float
         if gpu and tokens <= 1024:
             rows += timed(works, True, rounds, about)
         clean()
-    rows += answers(name, plain, models["vglr-fc"], sizes[-1], rounds)
+    rows += answers(name, plain, models["vglr-fc"], PROMPTS * 1024 if gpu else sizes[-1], rounds)
     for batch in ([16] if quick else [1, 16, 64]) if gpu else [1, 4]:
         decode = Decode(plain, batch)
         about = {"geometry": name, "phase": "decode", "tokens": batch, "batch": batch}

@@ -1,0 +1,67 @@
+"""`vmoer bench` on a model of two layers: every row that the results need, ratios within a round, geometries that stay."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from vmoer.bench import overhead
+from vmoer.bench.geometries import Geometry
+from vmoer.bench.measure import ratio
+
+TINY = Geometry(
+    "granitemoe",
+    {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+)
+METHODS = {"map", "vglr-mf", "vglr-fc", "vglr-lr", "vtsr", "mcdr", "listing", "swag"}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the true geometries are measured")
+def test_every_row_is_there_and_geometries_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overhead, "KNOWN", {"one": TINY, "two": TINY})
+    monkeypatch.setattr(overhead.transformers.masking_utils, "find_packed_sequence_indices", lambda ids: None)
+    out = tmp_path / "cpu.json"
+    overhead.run(["one"], out, True, lambda text: None)
+    first = json.loads(out.read_text())
+    overhead.run(["two"], out, True, lambda text: None)
+    report = json.loads(out.read_text())
+    assert [row for row in report["rows"] if row["geometry"] == "one"] == first["rows"]
+    assert {row["geometry"] for row in report["rows"]} == {"one", "two"}
+    for row in first["rows"]:
+        assert row.get("error") is None, row
+        assert {"method", "phase", "tokens", "batch", "time_ratio", "memory_ratio"} <= row.keys()
+        assert row["time_ratio"] > 0
+        assert row["low"] <= row["time_ratio"] <= row["high"]
+        assert row["method"] != "map" or row["time_ratio"] == 1
+    by_phase = {
+        phase: {r["method"] for r in first["rows"] if r["phase"] == phase} for phase in ("prefill", "decode", "answer")
+    }
+    assert by_phase == {
+        "prefill": METHODS | {"novelty"},
+        "decode": METHODS,
+        "answer": {"map", "vglr-fc", "answer-32"},
+    }
+    floors = {row["method"]: row["floor_seconds"] for row in first["routers"]}
+    assert floors["vglr-fc"] > floors["vglr-mf"] > floors["vtsr"] > 0
+    assert floors["mcdr"] is None
+    text = out.with_suffix(".md").read_text()
+    assert "## one" in text
+    assert "## two" in text
+    assert "answer-32" in text
+
+
+def test_ratios_are_taken_within_a_round() -> None:
+    """Oracle by hand: rounds in which everything is ten times slower leave the ratios as they are."""
+    base, times = [1.0, 10.0, 1.0], [1.5, 11.0, 1.2]
+    assert ratio(times, base) == (pytest.approx(1.2), pytest.approx(1.15), pytest.approx(1.35))
