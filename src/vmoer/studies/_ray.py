@@ -108,11 +108,17 @@ def _connected(address: str | None, cpus: int | None) -> Iterator[Any]:
     quiet: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
     if address == "local":
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        try:
-            # what goes to and fro are names and reasons: a store of gigabytes would be for nothing
-            ray.init("local", num_cpus=cpus, include_dashboard=False, object_store_memory=100 * 2**20, **quiet)
-        except (RuntimeError, OSError, TimeoutError) as error:
-            raise RunError(f"a local Ray cluster did not start: {str(error).strip().splitlines()[0]}") from None
+        # what goes to and fro are names and reasons: a store of gigabytes would be for nothing
+        small = {"num_cpus": cpus, "include_dashboard": False, "object_store_memory": 100 * 2**20}
+        for last in (False, True):  # on a busy machine its parts may wait for each other too long
+            try:
+                ray.init("local", **small, **quiet)
+                break
+            except (RuntimeError, OSError, TimeoutError) as error:
+                ray.shutdown()
+                if last:
+                    why = str(error).strip().splitlines()[0]
+                    raise RunError(f"a local Ray cluster did not start: {why}") from None
     else:
         asked = address or os.environ.get("RAY_ADDRESS") or "auto"
         if asked != "auto":
