@@ -112,19 +112,18 @@ def verdicts(rows: Rows) -> Line:
 
 
 def stable(rows: Rows) -> Iterator[Line]:
-    """Differences are means over seeds with the mean ends of their intervals: no narrower than if seeds were one."""
+    """Differences are those over seeds, seeds resampled first and then prompts (vmoer.studies.stability.over_seeds)."""
     own = rows.only(study="stability", metric="jaccard")
     fixed = [row for row in own if row["gamma"] == 0 and "fresh" not in row["method"]]
     broken = [f"{row['method']} seed {row['seed']}" for row in fixed if row["value"] != 1]
     yield bool(fixed) and not broken, "fixed points: two identical passes agree exactly", ", ".join(broken) or "all 1"
     below, worst = [], (9.0, "")
-    differences = [row for row in rows.only(study="stability", metric="jaccard_minus_map") if default(row["method"])]
-    for method, gamma in dict.fromkeys((row["method"], row["gamma"]) for row in differences):
-        at = [row for row in differences if (row["method"], row["gamma"]) == (method, gamma)]
-        mean = {name: sum(row[name] for row in at) / len(at) for name in ("value", "low", "high")}
-        said = f"{method} at {gamma:g}: {mean['value']:+.4f} [{mean['low']:+.4f}, {mean['high']:+.4f}]"
-        worst = min(worst, (mean["high"], said)) if gamma else worst
-        below += [said] if mean["high"] < 0 else []
+    found = rows.only(study="stability", metric="jaccard_minus_map", seed=None)
+    differences = [row for row in found if default(row["method"])]
+    for row in differences:
+        said = f"{row['method']} at {row['gamma']:g}: {row['value']:+.4f} [{row['low']:+.4f}, {row['high']:+.4f}]"
+        worst = min(worst, (row["high"], said)) if row["gamma"] else worst
+        below += [said] if row["high"] < 0 else []
     text = "fixed points: no variational method falls below map beyond the interval"
     yield bool(differences) and not below, text, ", ".join(below) or f"nearest {worst[1]}"
     fresh = {row["method"]: row["value"] for row in own if row["gamma"] == 0 and "fresh" in row["method"]}

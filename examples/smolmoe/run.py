@@ -263,7 +263,7 @@ def results(out: Path) -> Path:
     """OUT/results: predictions of each task in one file, every metric, tables and the page; returns the page's path."""
     from vmoer import scores
     from vmoer.report import report
-    from vmoer.studies import factors
+    from vmoer.studies import factors, stability
 
     place, rows = out / "results", []
     for task in sorted(path for path in out.iterdir() if (path / "cells").is_dir()):
@@ -282,7 +282,7 @@ def results(out: Path) -> Path:
             (place / f"factors-{task.name}.parquet").write_bytes(merged(levels, task))
         rows += factors.summary(task)
         rows += [row for cell in sorted(task.glob("cells/*.json")) for row in json.loads(cell.read_text())["rows"]]
-    rows = [*scores.score(place), *rows]
+    rows = [*scores.score(place), *stability.over_seeds(rows)]
     text = "[\n" + ",\n".join(json.dumps(row, allow_nan=False) for row in rows) + "\n]\n"
     (place / "metrics.json").write_text(text)
     if (out / "timing.jsonl").exists():

@@ -2,8 +2,6 @@
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from vmoer.report.figures import Figure, canvas, style
 from vmoer.report.page import Section
 from vmoer.report.rows import Row, mean, only, papers_value, spread, values
@@ -66,11 +64,12 @@ def brittleness(rows: list[Row]) -> Section:
 
 
 def _difference(rows: Sequence[Row]) -> Entry:
-    """The mean over seeds of a paired difference and of its interval's ends."""
-    if not rows:
+    """The paired difference over seeds, or that of the only seed."""
+    overall = only(rows, seed=None) or rows
+    if not overall:
         return Entry("-")
-    value, low, high = (float(np.mean([row[key] for row in rows])) for key in ("value", "low", "high"))
-    return number(value, low, high)._replace(tone="better" if low > 0 else "worse" if high < 0 else "")
+    value, low, high = (overall[0][key] for key in ("value", "low", "high"))
+    return number(value, low, high, digits=4)._replace(tone="better" if low > 0 else "worse" if high < 0 else "")
 
 
 def stability(rows: list[Row]) -> Section:
@@ -106,8 +105,8 @@ def stability(rows: list[Row]) -> Section:
         ["method", "two identical passes", *(f"{gamma:g}" for gamma in gammas[1:])],
         verdicts,
         [
-            "Paired over prompts; over several seeds the means of the differences and of the intervals' ends, which is no "
-            "narrower than if all seeds were one. An interval that includes zero is no difference.",
+            "Paired over prompts; where there are several seeds, these are resampled first, then prompts, the same for all "
+            "seeds. An interval that includes zero is no difference.",
         ],
     )
     with canvas("stability-curves", (3.4, 3.4)) as drawn:

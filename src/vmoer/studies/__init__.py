@@ -82,7 +82,7 @@ def run_study(
     for other in sorted(study.out.glob("*.json")):
         if other.stem in STUDIES:
             rows += json.loads(other.read_text())
-    rows += factors.summary(study.out)
+    rows = [*stability.over_seeds(rows), *factors.summary(study.out)]
     write_json(study.out / "metrics.json", rows)
     return outcome
 
