@@ -38,8 +38,11 @@ class Rows:
 
 
 def default(label: str) -> bool:
-    """Whether a label is a variational method with the library's defaults, however its answers are averaged."""
-    return label.partition("+")[0] in VARIATIONAL
+    """Whether a label is a variational method with the library's defaults, however its answers are averaged.
+
+    With an output temperature it is not: that alone would calibrate it.
+    """
+    return label.partition("+")[0] in VARIATIONAL and not label.endswith("+ts")
 
 
 def seeds(rows: Rows) -> Line:

@@ -203,6 +203,21 @@ def test_output_temperature(study):
     assert {r["signal"] for r in rows if r["method"] == "map+ts"} == {None, "predictive_entropy", "prompt_tokens"}
 
 
+def test_every_method_with_validation_answers_gets_its_temperature(tmp_path):
+    """Oracle: by hand. A split that is scored itself is no place to fit one."""
+    cells = [cell("own", method, split=split) for split in ("validation", "test") for method in ("map", "vglr-fc+full")]
+    rows = scores.score(save(tmp_path, *cells), draws=20)
+    temperature = m.fit_temperature(*arrays(cells[1]))
+    assert find(rows, "temperature", "vglr-fc+full+ts")["value"] == pytest.approx(temperature)
+    log_probs, answers = arrays(cells[3])
+    expected = m.nll(m.apply_temperature(log_probs, temperature), answers)
+    assert find(rows, "nll", "vglr-fc+full+ts")["value"] == pytest.approx(expected)
+    assert find(rows, "nll_minus_map_ts", "vglr-fc+full+ts")["low"] is not None
+    meta = json.loads((tmp_path / "meta.json").read_text()) | {"split": "validation"}
+    (tmp_path / "meta.json").write_text(json.dumps(meta))
+    assert {row["method"] for row in scores.score(tmp_path, draws=20)} == {"map", "vglr-fc+full"}
+
+
 def test_best(study):
     _, _, _, rows = study
     for metric in ("nll", "accuracy"):

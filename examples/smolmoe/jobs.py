@@ -18,7 +18,7 @@ from vmoer.errors import RunError
 from vmoer.predict import predict_task
 from vmoer.studies import Study, brittleness, factors, layer_count, layer_placement, stability
 from vmoer.studies._grid import Cell, compute
-from vmoer.studies._variants import _train, moe_layers, parse, prepare
+from vmoer.studies._variants import _train, moe_layers, parse, prepare, tempered
 from vmoer.train import PRESETS, Plan, Running, Workers
 from vmoer.training.data import held_out_share
 
@@ -113,8 +113,8 @@ def label_job(study: Study, head: str, labels: Sequence[str], seed: int, tokens:
     if missing:
         changes = {} if parse(head)[0] in ("map", "map-early") else {"running": _running()}
         opened = prepare(study, head, seed, **changes)
-        asked = questions(study, validation=head == "map")
         for label in missing:
+            asked = questions(study, validation=tempered(label))
             averaging: Any = parse(label)[2]
             predict_task(
                 opened.model,
@@ -138,7 +138,7 @@ def cell_job(study: Study, cell: Cell) -> None:
 
 
 def questions(study: Study, validation: bool) -> list[tasks.Question]:
-    """Test of the task and of its shifts; validation for MAP, whose output temperature is fitted there."""
+    """Test of the task and of its shifts; validation where an output temperature is to be fitted."""
     out = study.questions(study.task, "test")
     for shift in study.ood:
         most = min(SHIFTS[shift], study.limit or SHIFTS[shift])

@@ -214,7 +214,10 @@ def entropy(log_probs: Floats) -> Floats:
 
 
 def load(directory: Path) -> list[Predictions]:
-    """The predictions under a directory, one entry per model and source task, with `map+ts` added where it can be."""
+    """The predictions under a directory, one entry per model and source task.
+
+    A method whose answers to validation questions are there too is given a second time with an output temperature: `map+ts`.
+    """
     groups: dict[tuple[str | None, str], Predictions] = {}
     for path in files(directory):
         own = path.parent / "meta.json"
@@ -234,20 +237,20 @@ def load(directory: Path) -> list[Predictions]:
         shifts = tuple(sorted({*group.ood_tasks, *listed} - {source}))
         groups[fresh.model, source] = group._replace(ood_tasks=shifts)
     for group in groups.values():
-        for seed, temperature in temperatures(group).items():
-            for key, cell in list(group.cells.items()):
-                if (key.method, key.seed) == ("map", seed) and group.scores(key):
-                    scaled = m.apply_temperature(cell.log_probs, temperature)
-                    signals = {"predictive_entropy": entropy(scaled)}  # the others are those of map itself
-                    group.cells[key._replace(method="map+ts")] = cell._replace(log_probs=scaled, signals=signals)
+        found = temperatures(group)
+        for key, cell in list(group.cells.items()):
+            if (key.method, key.seed) in found and group.scores(key):
+                scaled = m.apply_temperature(cell.log_probs, found[key.method, key.seed])
+                signals = {"predictive_entropy": entropy(scaled)}  # the others are those of the method itself
+                group.cells[key._replace(method=f"{key.method}+ts")] = cell._replace(log_probs=scaled, signals=signals)
     return [groups[key] for key in sorted(groups, key=str)]
 
 
-def temperatures(group: Predictions) -> dict[int, float]:
-    """The output temperature of `map` for every seed that has validation predictions on the source task."""
+def temperatures(group: Predictions) -> dict[tuple[str, int], float]:
+    """The output temperature of every method and seed that has validation predictions on the source task."""
     fitted = {
-        key.seed: m.fit_temperature(cell.log_probs, cell.answers)
+        (key.method, key.seed): m.fit_temperature(cell.log_probs, cell.answers)
         for key, cell in group.cells.items()
-        if key[:3] == (group.source_task, "validation", "map")
+        if key[:2] == (group.source_task, "validation") and not group.scores(key)
     }
     return dict(sorted(fitted.items()))

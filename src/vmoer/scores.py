@@ -156,8 +156,8 @@ class _Scorer:
 
     def score(self) -> list[Row]:
         source = self.group.source_task
-        for seed, temperature in temperatures(self.group).items():
-            self.add(source, "map+ts", seed, "temperature", temperature, split="validation")
+        for (method, seed), temperature in temperatures(self.group).items():
+            self.add(source, f"{method}+ts", seed, "temperature", temperature, split="validation")
         for task in sorted({key.task for key in self.group.cells if self.group.scores(key)}):
             self.calibration(task)
             if task != source and task in self.group.ood_tasks:

@@ -29,7 +29,7 @@ _HOW = (
     "for both. Intervals of ECE, MCE, dECE, smECE, AURC and AUGRC are shifted by the bootstrap's own bias.",
     "ECE, MCE: 15 equal-width bins. dECE: equal-mass bins, debiased, near 0 (or below) for a calibrated model. smECE: "
     "smooth ECE. Noise floor: the ECE of a perfectly calibrated model with the same confidences.",
-    "map+ts is map with one output temperature, fitted on the validation questions of the source task.",
+    "+ts: with one output temperature, fitted on the validation questions of the source task.",
     "Length-matched values compare only pairs of equally long prompts, and need 200 of them.",
     "Figures show the lowest seed.",
 )

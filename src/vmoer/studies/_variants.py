@@ -6,6 +6,9 @@ map, map-early       stage 1 alone, in its last state and in its best on validat
 mean-only            a trained mean without variance          } the controls without which a gain is
 fixed-noise          untrained noise of fixed size            } credited to the wrong cause
 vglr-fc+full         predictions averaged over answers rather than in the router (+answer, +full)
+
+Of map, of mean-only and of the variational methods with the default preset validation questions are answered too: their rows
+come a second time with an output temperature (+ts), so that what routing adds to plain temperature scaling can be seen.
 """
 
 import dataclasses
@@ -36,6 +39,7 @@ CONTROLS: dict[str, Config] = {
     "fixed-noise": MeanField(learn="nothing", prior_scale=2.0),
 }
 STATES = ("map", "map-early")
+TEMPERED = ("map", "mean-only", "vglr-mf", "vglr-fc", "vglr-lr", "vtsr")
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,12 @@ def parse(label: str) -> tuple[str, str, str]:
     if averaging not in ("", "answer", "full"):
         raise InputError(f"{label}: averaging is +answer or +full")
     return key, preset or "default", averaging or "router"
+
+
+def tempered(label: str) -> bool:
+    """Whether validation questions are answered too, which an output temperature is fitted on."""
+    key, preset, averaging = parse(label)
+    return key in TEMPERED and preset == "default" and averaging != "answer"
 
 
 def prepare(study: Study, label: str, seed: int, *, layers: str | None = None, **changes: Any) -> Opened:
@@ -211,7 +221,7 @@ def predict_label(
     opened = prepare(study, label, seed)
     if questions is None:
         wanted = [(study.task, "test"), *((shifted, "test") for shifted in study.ood)]
-        wanted += [(study.task, "validation")] * (label == "map")  # its output temperature is fitted there
+        wanted += [(study.task, "validation")] * tempered(label)
         questions = [question for task, split in wanted for question in study.questions(task, split)]
     averaging: Any = parse(label)[2]
     predict_task(
