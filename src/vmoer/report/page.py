@@ -8,6 +8,8 @@ from vmoer.report.summaries import VERDICTS, Scores, settings, verdict
 from vmoer.report.tables import Table
 from vmoer.scores import Row
 
+MOST = 6  # methods that a sentence of the headline names
+
 
 class Section(NamedTuple):
     """A part of the page; `id` is its anchor."""
@@ -20,9 +22,16 @@ class Section(NamedTuple):
 
 
 def _named(scores: Scores, methods: Sequence[str], baseline: str) -> str:
-    """ "vglr-fc (NLL -0.108 [-0.150, -0.061])" for each of the methods."""
+    """ "vglr-fc (NLL -0.108 [-0.150, -0.061])" for each of the methods, the largest differences first."""
     known = {name: scores.entry(name, f"nll_minus_{baseline.replace('+', '_')}") for name in methods}
-    return ", ".join(f"{name} (NLL {entry.text} {entry.detail})" for name, entry in known.items())
+    ordered = sorted(known, key=lambda name: -abs(known[name].value or 0.0))
+    return _listed([f"{name} (NLL {known[name].text} {known[name].detail})" for name in ordered])
+
+
+def _listed(names: Sequence[str]) -> str:
+    """As many as a sentence holds; the table of verdicts has them all."""
+    more = len(names) - MOST
+    return ", ".join(names[:MOST]) + (f" and {more} more" if more > 0 else "")
 
 
 def _against(scores: Scores, baseline: str) -> list[str]:
@@ -47,9 +56,9 @@ def _against(scores: Scores, baseline: str) -> list[str]:
     if worse:
         sentences.append(f"Worse on all three: {_named(scores, worse, baseline)}.")
     if even:
-        sentences.append(f"Within noise of {baseline} on all three: {', '.join(even)}.")
+        sentences.append(f"Within noise of {baseline} on all three: {_listed(even)}.")
     if mixed:
-        sentences.append(f"Mixed (see the verdicts): {', '.join(mixed)}.")
+        sentences.append(f"Mixed (see the verdicts): {_listed(mixed)}.")
     return sentences
 
 
@@ -75,7 +84,7 @@ def _detection_headline(scores: Scores) -> list[str]:
     }
     if not found:
         return []
-    _, method, signal = max(found)
+    _, method, signal = max(found, key=lambda one: (one[0], -len(one[1]), one))  # of equals the plainest
     area, matched = scores.entry(method, "auroc", signal), scores.entry(method, "auroc_matched", signal)
     sentence = f"{scores.setting}: the highest AUROC is {area.text} {area.detail}, by {signal} of {method} ("
     if matched.value is None:
