@@ -175,9 +175,10 @@ def test_stop_pack_go_on_elsewhere_and_report(
     results = tmp_path / "c" / "results"
     rows = json.loads((results / "metrics.json").read_text())
     nll = {row["method"]: row["value"] for row in rows if row["metric"] == "nll" and row["task"] == "openbookqa"}
-    assert {"map", "map+ts", "vglr-fc", "vglr-fc+answer", "vglr-fc+full", "mean-only"} <= nll.keys()
+    assert {"map", "map+ts", "vglr-fc", "vglr-fc+answer", "vglr-fc+full", "vglr-fc+full+ts", "mean-only"} <= nll.keys()
     table = pq.read_table(here / "vglr-fc-s0" / "predictions.parquet")
-    own = [i for i, task in enumerate(table["task"].to_pylist()) if task == "openbookqa"]
+    keys = zip(table["task"].to_pylist(), table["split"].to_pylist(), strict=True)
+    own = [i for i, key in enumerate(keys) if key == ("openbookqa", "test")]
     picked = [table["log_probs"][i].as_py()[table["answer"][i].as_py()] for i in own]
     assert nll["vglr-fc"] == pytest.approx(-np.mean(picked), rel=1e-4)
     assert {row["study"] for row in rows} >= {"stability", "brittleness"}

@@ -262,6 +262,7 @@ def estimate(wanted: Sequence[Job], workers: int) -> None:
 def results(out: Path) -> Path:
     """OUT/results: predictions of each task in one file, every metric, tables and the page; returns the page's path."""
     from vmoer import scores
+    from vmoer.files import write_rows
     from vmoer.report import report
     from vmoer.studies import factors, stability
 
@@ -283,8 +284,7 @@ def results(out: Path) -> Path:
         rows += factors.summary(task)
         rows += [row for cell in sorted(task.glob("cells/*.json")) for row in json.loads(cell.read_text())["rows"]]
     rows = [*scores.score(place), *stability.over_seeds(rows)]
-    text = "[\n" + ",\n".join(json.dumps(row, allow_nan=False) for row in rows) + "\n]\n"
-    (place / "metrics.json").write_text(text)
+    write_rows(place / "metrics.json", rows)
     if (out / "timing.jsonl").exists():
         (place / "timing.jsonl").write_bytes((out / "timing.jsonl").read_bytes())
     return report(place)

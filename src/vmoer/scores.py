@@ -1,6 +1,5 @@
 """Predictions to metrics: `metrics.json` is a pure function of `predictions.parquet`, its `meta.json` and a seed."""
 
-import json
 import math
 from collections.abc import Mapping
 from itertools import product
@@ -11,7 +10,7 @@ import numpy as np
 
 from vmoer import metrics as m
 from vmoer.errors import InputError
-from vmoer.files import write_text
+from vmoer.files import write_rows
 from vmoer.metrics import batched
 from vmoer.metrics.batched import MEANS, Estimate
 from vmoer.metrics.resampling import percentiles
@@ -181,5 +180,5 @@ def write(directory: Path, draws: int = 500, seed: int = 0) -> Path:
     """Score a directory into its `metrics.json`, one row per line; the same predictions give the same bytes."""
     rows = score(directory, draws, seed)
     path = Path(directory) / "metrics.json"
-    write_text(path, "[\n" + ",\n".join(json.dumps(row, allow_nan=False) for row in rows) + "\n]\n")
+    write_rows(path, rows)
     return path

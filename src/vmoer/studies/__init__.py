@@ -8,7 +8,7 @@ from functools import partial
 
 from vmoer import scores
 from vmoer.errors import InputError
-from vmoer.files import write_json
+from vmoer.files import write_rows
 from vmoer.studies import (
     _ray,
     brittleness,
@@ -83,7 +83,7 @@ def run_study(
         if other.stem in STUDIES:
             rows += json.loads(other.read_text())
     rows = [*stability.over_seeds(rows), *factors.summary(study.out)]
-    write_json(study.out / "metrics.json", rows)
+    write_rows(study.out / "metrics.json", rows)
     return outcome
 
 
