@@ -179,8 +179,8 @@ def costs(rows: Rows) -> Line:
 
 
 def figures(directory: Path) -> Line:
-    path = directory / "report" / "index.html"
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    places = (directory / "report" / "index.html", directory / "index.html")
+    text = next((path.read_text(encoding="utf-8") for path in places if path.exists()), "")
     ids = re.findall(r'<figure id="([^"]+)"', text)
     absent = [name for name in FIGURES if not any(found.startswith(name) for found in ids)]
     named = len(re.findall(r'<svg [^>]*role="img" aria-label="[^"]{20,}"', text))
