@@ -28,13 +28,13 @@ from scipy.stats import rankdata
 
 import vmoer
 from vmoer import metrics as m
-from vmoer import scores as s
 from vmoer import tasks
 from vmoer.attach import attachment_of
 from vmoer.commands._shared import check_device, quiet
 from vmoer.errors import InputError, RunError
 from vmoer.files import write_bytes, write_json
 from vmoer.generation import SCORE, Answer
+from vmoer.metrics import batched
 from vmoer.metrics.resampling import percentiles
 from vmoer.models import open_model
 from vmoer.tasks._base import subsample
@@ -91,7 +91,9 @@ def ranked(scores: dict[str, np.ndarray], errors: np.ndarray, draws: int, seed: 
             f"all {len(errors)} answers are {'wrong' if wrong.all() else 'right'}: there is nothing to tell apart"
         )
     apart = (np.zeros((~wrong).sum()), np.ones(wrong.sum()))  # no lengths to match
-    found = {name: s.detection((x[~wrong], x[wrong]), apart, draws, seed)[0]["auroc"] for name, x in scores.items()}
+    found = {
+        name: batched.detection((x[~wrong], x[wrong]), apart, draws, seed)[0]["auroc"] for name, x in scores.items()
+    }
     confidence = {name: 1 - (rankdata(x) - 0.5) / len(x) for name, x in scores.items()}
     again: dict[str, Any] = {"draws": draws, "seed": seed}
     rows = []

@@ -149,8 +149,8 @@ def test_what_trains_comes_before_what_averages(tmp_path: Path) -> None:
     assert len(labels) == len(set(labels)) == 2 * 7  # five methods, of which two draw
 
 
-def test_only_map_answers_validation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its output temperature is fitted there; nothing reads the others' answers to those questions."""
+def test_who_answers_validation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that come with an output temperature, which is fitted there; nothing reads the others' answers to these questions."""
     asked: dict[str, set[tuple[str, str]]] = {}
     monkeypatch.setattr(
         _variants, "prepare", lambda *args, **kwargs: type("Opened", (), {"model": None, "tokenizer": None})
@@ -162,10 +162,12 @@ def test_only_map_answers_validation(tmp_path: Path, monkeypatch: pytest.MonkeyP
             {method: {(q.task, q.split) for q in questions}}
         ),
     )
-    for label in ("map", "vglr-fc"):
+    tempered, others = ("map", "mean-only", "vglr-fc", "vglr-fc+full"), ("mcdr", "vglr-fc@paper", "vglr-fc+answer")
+    for label in (*tempered, *others):
         _variants.predict_label(small(tmp_path, limit=4), label, 0, tmp_path / label)
     everywhere = {("demo", "test"), ("demo-near", "test"), ("demo-far", "test")}
-    assert asked == {"map": everywhere | {("demo", "validation")}, "vglr-fc": everywhere}
+    everything = everywhere | {("demo", "validation")}
+    assert asked == dict.fromkeys(tempered, everything) | dict.fromkeys(others, everywhere)
 
 
 def claims(rows: list[dict[str, object]]) -> dict[str, bool]:
