@@ -6,6 +6,7 @@ in mid-tones near the Okabe-Ito palette, and dashed beyond eight. Text stays tex
 
 import html
 import io
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from vmoer.predictions import SIGNALS, Cell
 
 PALETTE = ("#0079c1", "#d55e00", "#009e73", "#cc79a7", "#b58900", "#56a5d8", "#8a63d2", "#7f8c8d")
 _DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))
+CURVES = 12  # more than a figure can show
 _INK = "#123456"  # stands for currentColor, which matplotlib does not know
 _RC = {
     **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), _INK),
@@ -71,6 +73,11 @@ def canvas(name: str, size: tuple[float, float], rows: Sequence[float] = (1,)) -
         drawing = Drawing(figsize=size, layout="constrained")
         axes = drawing.subplots(len(rows), 1, squeeze=False, sharex=True, height_ratios=list(rows))[:, 0]
         yield Canvas(name, drawing, axes)
+
+
+def with_legend(entries: int, columns: int) -> tuple[float, float]:
+    """The size of a figure whose legend stands below it: what it takes is not taken from the axes."""
+    return 3.4, 2.6 + 0.15 * math.ceil(entries / columns)
 
 
 def _inline(svg: str, alt: str) -> str:
@@ -153,8 +160,11 @@ def histogram(name: str, signal: str, values: Mapping[str, npt.ArrayLike], about
 
 
 def risk_coverage(name: str, cells: Mapping[str, Cell], about: str) -> Figure:
-    """Error rate among the most confident questions, against the share of questions answered."""
-    with canvas(name, (3.4, 3.5)) as drawn:
+    """Error rate among the most confident questions, against the share answered; of many methods those in one pass."""
+    if len(cells) > CURVES:
+        cells = {method: cell for method, cell in cells.items() if "+" not in method or method == "map+ts"}
+        about += ", one pass"
+    with canvas(name, with_legend(len(cells), 2)) as drawn:
         axes, described = drawn.axes[0], []
         for i, (method, cell) in enumerate(cells.items()):
             errors = 1 - m.correct_per_question(cell.log_probs, cell.answers)
@@ -164,7 +174,7 @@ def risk_coverage(name: str, cells: Mapping[str, Cell], about: str) -> Figure:
             axes.plot(coverage[shown], risk[shown], label=method, **style(i))
             described.append(f"{method} {risk[(len(risk) - 1) // 2]:.3f}")
         axes.set(xlim=(0, 1), ylim=(0, None), xlabel="coverage", ylabel="risk")
-        drawn.drawing.legend(loc="outside lower center", ncols=3)
+        drawn.drawing.legend(loc="outside lower center", ncols=2)
         return drawn.figure(
             f"Risk against coverage, {about}",
             f"Risk against coverage, {about}. Risk at half coverage: {', '.join(described)}.",

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from vmoer.report.figures import Figure, canvas, style
+from vmoer.report.figures import CURVES, Figure, canvas, style, with_legend
 from vmoer.report.page import Section
 from vmoer.report.rows import Row, mean, only, papers_value, spread, values
 from vmoer.report.tables import Entry, Table, number
@@ -109,11 +109,13 @@ def stability(rows: list[Row]) -> Section:
             "seeds. An interval that includes zero is no difference.",
         ],
     )
-    with canvas("stability-curves", (3.4, 3.4)) as drawn:
+    # map at the layers of each method is one curve where all are attached to the same layers: the first stands for it
+    curves = [name for name in values(found, "method") if not name.startswith("map at ")]
+    own = [name for name in values(found, "method") if name.startswith("map at ")]
+    if len(curves) > CURVES:
+        curves = [name for name in curves if "fresh" not in name]
+    with canvas("stability-curves", with_legend(1 + len(curves), 2)) as drawn:
         axes, described = drawn.axes[0], []
-        # map at the layers of each method is one curve where all are attached to the same layers: the first stands for it
-        curves = [name for name in values(found, "method") if not name.startswith("map at ")]
-        own = [name for name in values(found, "method") if name.startswith("map at ")]
         for i, method in enumerate([*own[:1], *curves]):
             means = [mean(only(found, method=method, gamma=gamma)) for gamma in gammas[1:]]
             axes.plot(gammas[1:], means, marker="o", markersize=3, label=method.partition(" at ")[0], **style(i))
