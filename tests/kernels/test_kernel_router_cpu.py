@@ -1,11 +1,19 @@
 """The plain PyTorch path, which is what CPUs run, against the paper's listing: a ratio within one run."""
 
-import pytest
+import ast
+import os
+import subprocess
+import sys
 
-from vmoer.bench.router import cpu_speedup
+import pytest
 
 
 @pytest.mark.slow
 def test_four_times_faster_than_the_listing() -> None:
-    measured = cpu_speedup(tokens=2048, experts=40, samples=35)
+    """In a process of its own, as a user runs it: what other tests leave in the allocator changes what the listing's large
+    temporaries cost, and so does the number of threads."""
+    command = [sys.executable, "-m", "vmoer.bench.router"]
+    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    measured = ast.literal_eval(done.stdout.strip().splitlines()[-1])
     assert measured["speedup"] > 4, measured
