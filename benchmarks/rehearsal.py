@@ -26,7 +26,7 @@ import transformers as tf
 import vmoer
 from vmoer.attach import attach, attachment_of, detach, routers_of
 from vmoer.bench.geometries import GEOMETRIES, Geometry
-from vmoer.files import write_bytes, write_json
+from vmoer.files import write_json, write_text
 from vmoer.layers import select_layers
 from vmoer.predict import collate, predict_task
 from vmoer.routers import Config
@@ -251,7 +251,7 @@ def main(arguments: list[str] | None = None) -> int:
         torch.set_num_threads(1)  # matrices this small only lose by being shared out
     result = measure(args)
     write_json(args.out / "rehearsal.json", result)
-    write_bytes(args.out / "rehearsal.md", markdown(result).encode())
+    write_text(args.out / "rehearsal.md", markdown(result))
     print(markdown(result))
     return 0 if all(most is None or most["peak_gb"] < LIMIT for most in result["peaks"].values()) else 1
 

@@ -23,7 +23,7 @@ import transformers as tf
 import vmoer
 from vmoer.attach import attach, detach
 from vmoer.bench.geometries import GEOMETRIES
-from vmoer.training.checkpoint import write_bytes, write_json
+from vmoer.files import write_json, write_text
 from vmoer.training.data import Batch, Examples, collate
 from vmoer.training.loop import _step
 from vmoer.training.objective import answer_log_probs
@@ -142,7 +142,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 detach(model)
                 print(rows[-1], flush=True)
                 write_json(args.out / "train_step.json", result)  # a run that is cut short leaves what it has
-                write_bytes(args.out / "train_step.md", markdown(result).encode())
+                write_text(args.out / "train_step.md", markdown(result))
     return result
 
 

@@ -32,7 +32,7 @@ from vmoer import tasks
 from vmoer.attach import attachment_of
 from vmoer.commands._shared import check_device, quiet
 from vmoer.errors import InputError, RunError
-from vmoer.files import write_bytes, write_json
+from vmoer.files import write_bytes, write_json, write_text
 from vmoer.generation import SCORE, Answer
 from vmoer.metrics import batched
 from vmoer.metrics.resampling import percentiles
@@ -183,7 +183,7 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
     best = next(row["score"] for row in result["splits"]["validation"]["rows"] if row["score"] != NULL)
     result["named"] = {"default": SCORE, "best on validation": best}
     write_json(given.out / "short_answers.json", result)
-    write_bytes(given.out / "short_answers.md", markdown(result).encode())
+    write_text(given.out / "short_answers.md", markdown(result))
     return result
 
 

@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 
-def write_bytes(path: Path, data: bytes) -> None:
-    """Write beside the target, make sure it is on disk, then rename: a killed process leaves the old file as it was."""
+def write_bytes(path: Path, data: bytes, scratch: Path | None = None) -> None:
+    """Write beside the target, make sure it is on disk, then rename: a killed process leaves the old file as it was.
+
+    What it leaves besides is in `scratch`, where given, and goes with that folder.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = (scratch or path.parent) / f".{path.name}.{os.getpid()}"
     try:
         with temporary.open("wb") as file:
             file.write(data)

@@ -19,7 +19,7 @@ from torch import nn
 
 import vmoer
 from vmoer.errors import InputError, RunError
-from vmoer.files import write_bytes, write_json
+from vmoer.files import write_json, write_text
 
 LOADED = ("router.json", "router.safetensors", "run.json", "adapter_config.json", "adapter_model.safetensors")
 FILES = (*LOADED, "metrics.json", "README.md")
@@ -147,14 +147,14 @@ def _name_base(folder: Path, base_model: str | None) -> None:
     description = json.loads(path.read_text())
     if base_model is not None:
         description |= {"base_model": base_model}
-        write_bytes(path, (json.dumps(description, indent=2) + "\n").encode())
+        write_text(path, json.dumps(description, indent=2) + "\n")
         if run.exists():
             write_json(run, json.loads(run.read_text()) | {"model": base_model})
         (folder / "README.md").unlink(missing_ok=True)
     elif Path(description.get("base_model") or "").is_absolute():
         warnings.warn(f"{description['base_model']} is a local folder: name the base by base_model=...", stacklevel=3)
     if not (folder / "README.md").exists():
-        write_bytes(folder / "README.md", card(description, _known(folder)).encode())
+        write_text(folder / "README.md", card(description, _known(folder)))
 
 
 def _upload(folder: Path, repo_id: str, private: bool | None, revision: str | None, message: str, token: Any) -> str:

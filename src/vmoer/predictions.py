@@ -9,7 +9,6 @@ Parts of an unfinished run lie in `.parts/`; `meta.json` comes last, so that it 
 
 import io
 import json
-import os
 import shutil
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -21,6 +20,7 @@ import numpy.typing as npt
 
 from vmoer import metrics as m
 from vmoer.errors import InputError
+from vmoer.files import write_bytes
 from vmoer.tasks import Question
 
 ROUTER_SIGNALS = ("gate_entropy", "logit_variance", "temperature", "mc_logit_variance", "novelty")
@@ -41,7 +41,7 @@ def write_part(path: Path, rows: list[int], found: dict[str, list[Any]], routing
     columns |= {name: pa.array(found[name], pa.float64()) for name in SIGNALS}
     if routing:
         columns["experts"] = pa.array(found["experts"], pa.list_(pa.list_(pa.int32())))
-    _write(path, _parquet(pa.table(columns)), path.parent)
+    write_bytes(path, _parquet(pa.table(columns)))
 
 
 def finish(
@@ -63,15 +63,15 @@ def finish(
     columns |= {name: found[name] for name in SIGNALS}
     for name in ("meta.json", "routing.parquet", "metrics.json"):  # of other predictions
         (folder / name).unlink(missing_ok=True)
-    _write(folder / "predictions.parquet", _parquet(pa.table(columns)), scratch)
+    write_bytes(folder / "predictions.parquet", _parquet(pa.table(columns)), scratch)
     if meta["routing"]:
         layers = meta["config"]["layers"]
         of_layers = keys.take([row for row in range(n) for _ in layers])
         columns = {name: of_layers[name] for name in KEYS}
         columns["layer"] = pa.array([*layers] * n, pa.int32())
         columns["experts"] = pa.chunked_array([chunk.flatten() for chunk in found["experts"].chunks])
-        _write(folder / "routing.parquet", _parquet(pa.table(columns)), scratch)
-    _write(folder / "meta.json", (json.dumps(meta, indent=2) + "\n").encode(), scratch)
+        write_bytes(folder / "routing.parquet", _parquet(pa.table(columns)), scratch)
+    write_bytes(folder / "meta.json", (json.dumps(meta, indent=2) + "\n").encode(), scratch)
     shutil.rmtree(scratch)
 
 
@@ -81,16 +81,6 @@ def _parquet(table: Any) -> bytes:
     buffer = io.BytesIO()
     pq.write_table(table, buffer)
     return buffer.getvalue()
-
-
-def _write(path: Path, data: bytes, scratch: Path) -> None:
-    """Whole or not at all; what a killed process leaves in `scratch` goes with it."""
-    temporary = scratch / f".{path.name}.{os.getpid()}"
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ import vmoer
 from vmoer import gates, hub
 from vmoer.attach import attach, attached, attachment_of, detach, routers_of
 from vmoer.errors import InputError
-from vmoer.files import write_bytes
+from vmoer.files import write_bytes, write_text
 from vmoer.routers import Config, method
 
 FORMAT = 1
@@ -50,9 +50,9 @@ def save(model: nn.Module, folder: str | Path, *, about: Mapping[str, Any] | Non
         "base": fingerprint(model),
         "adapter": adapter_fingerprint(model),
     }
-    write_bytes(folder / "README.md", hub.card(description, about).encode())  # in place of the adapter's own
+    write_text(folder / "README.md", hub.card(description, about))  # in place of the adapter's own
     write_bytes(folder / "router.safetensors", data)
-    write_bytes(folder / "router.json", (json.dumps(description, indent=2) + "\n").encode())
+    write_text(folder / "router.json", json.dumps(description, indent=2) + "\n")
     return folder
 
 

@@ -21,6 +21,7 @@ import vmoer
 from vmoer import store, tasks
 from vmoer.attach import attach, detach, routers_of
 from vmoer.errors import InputError
+from vmoer.files import write_text
 from vmoer.fitting import fit
 from vmoer.models import open_model, read_run
 from vmoer.routers import Config, Deterministic
@@ -238,7 +239,7 @@ def _save(model: nn.Module, folder: Path, run: dict[str, Any], workers: Workers)
     """Adapter and routers, then `run.json`: where that is, the folder is complete."""
     if workers.main:
         store.save(model, folder, about=run)
-        checkpoint.write_json(folder / "run.json", run)
+        write_text(folder / "run.json", json.dumps(run, indent=2) + "\n")
     workers.wait()
 
 

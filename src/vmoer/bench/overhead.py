@@ -35,7 +35,7 @@ from vmoer.bench.geometries import GEOMETRIES, SMALL, Geometry, twin
 from vmoer.bench.listing import Listing
 from vmoer.bench.measure import Work, captured, ceilings, interleaved, ratio
 from vmoer.bench.router import floor, routers
-from vmoer.files import write_bytes, write_json
+from vmoer.files import write_json, write_text
 
 CONTEXT = 1024  # tokens in the cache a decode step attends to
 PLAIN = "map"
@@ -369,5 +369,5 @@ def run(names: list[str], out: Path | None, quick: bool, say: Callable[[str], ob
             clean()
             if out is not None:  # after every geometry: a run that is cut short leaves what it has
                 write_json(out, report)
-                write_bytes(out.with_suffix(".md"), table(report).encode())
+                write_text(out.with_suffix(".md"), table(report))
     return report

@@ -68,7 +68,7 @@ def measure(
 
 def write(out: Path, result: "Brittleness", rows: list[dict[str, Any]]) -> None:
     """`brittleness.json`, the ranking, and the two figures of appendix B.1."""
-    from vmoer.files import write_bytes, write_json
+    from vmoer.files import write_json, write_text
     from vmoer.layers import DIAGNOSTIC
     from vmoer.report.studies import brittleness_curve, brittleness_layers
 
@@ -76,4 +76,4 @@ def write(out: Path, result: "Brittleness", rows: list[dict[str, Any]]) -> None:
     write_json(out / "ranking.json", {"gamma": DIAGNOSTIC, "layers": [int(layer) for layer in result.ranking()]})
     quantiles = result.quantile_rows(rows[0])
     for figure in (brittleness_curve(rows), brittleness_layers([*rows, *quantiles])):
-        write_bytes(out / f"{figure.name}.svg", figure.svg.encode())
+        write_text(out / f"{figure.name}.svg", figure.svg)

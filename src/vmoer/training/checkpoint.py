@@ -5,8 +5,6 @@ settings are JSON in the file's header. One file and one rename: after kill -9 t
 """
 
 import json
-import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -17,25 +15,8 @@ from torch import Tensor, nn
 
 from vmoer.attach import routers_of
 from vmoer.errors import InputError
+from vmoer.files import write_bytes
 from vmoer.training.workers import Workers, assign, whole
-
-
-def write_bytes(path: Path, data: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
-
-
-def write_json(path: Path, value: Any) -> None:
-    write_bytes(path, (json.dumps(value, indent=2) + "\n").encode())
 
 
 def state_of(trainable: dict[str, nn.Parameter], model: nn.Module) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from vmoer.errors import RunError
-from vmoer.training.checkpoint import write_bytes
+from vmoer.files import write_text
 from vmoer.training.workers import Workers
 
 SHARES = ("loss", "nll", "kl")  # of the step's total; all else is a mean
@@ -76,7 +76,7 @@ class Telemetry:
                 continue
             if row["stage"] < self.stage or (row["stage"] == self.stage and row["step"] <= step):
                 kept.append(line + "\n")
-        write_bytes(self.path, "".join(kept).encode())
+        write_text(self.path, "".join(kept))
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
