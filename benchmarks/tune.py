@@ -4,7 +4,7 @@
 
 For each model's N: the heads' product in both layouts (h W' leaves the entries row by row, W h' entry by entry), then the
 averaging kernel in every shape and layout, then the other kernels. `token-1x4` is the by-token kernel, one token a program,
-four warps; `expert-64x4` the by-expert kernel, 64 tokens a program.
+four warps; `expert-64x4` the by-expert kernel (Cholesky posteriors alone), 64 tokens a program.
 """
 
 import argparse
@@ -29,6 +29,7 @@ MANY = [
     ("expert", 64, 4),
     ("expert", 64, 2),
 ]
+TOKENS = [("token", 1, 1), ("token", 4, 1), ("token", 8, 1), ("token", 4, 2), ("token", 4, 4)]
 POINTS = [("point", 4, 4), ("point", 8, 4), ("point", 16, 4), ("point", 8, 2), ("point", 4, 1), ("point", 2, 1)]
 
 
@@ -96,14 +97,13 @@ def others(n: int, tokens: int) -> dict[str, float | str]:
         "temper": lambda: temperature.temper(logits_TN, x_T, keys, bounds=(0.05, 10.0), ask=ask),
     }
     shapes = [("token", 1, 4), ("token", 1, 8)] if tokens < 1024 else POINTS
-    by_entry = factor_TNR.reshape(tokens, -1).t().contiguous().t().unflatten(-1, (n, 8))
     for shape in shapes:
         variants[f"mean-field {shape[0]}-{shape[1]}x{shape[2]}"] = lambda s=shape: low_rank.average(
             logits_TN, log_sd_TN, None, eps[0], own_TN=logits_TN, ask=ask, shape=s
         )
-    for shape in FEW[1:] if tokens < 1024 else MANY:
+    for shape in FEW[1:] if tokens < 1024 else TOKENS:
         variants[f"rank 8 {shape[0]}-{shape[1]}x{shape[2]}"] = lambda s=shape: low_rank.average(
-            logits_TN, log_sd_TN, by_entry, eps[8], own_TN=logits_TN, ask=ask, shape=s
+            logits_TN, log_sd_TN, factor_TNR, eps[8], own_TN=logits_TN, ask=ask, shape=s
         )
     hidden = SIZES[n][0]
     states_TD = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)

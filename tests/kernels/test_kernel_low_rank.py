@@ -2,19 +2,19 @@
 
 import pytest
 import torch
-from kernel_cases import DEVICE, INTERPRETED, TOLERANCE, Case, assert_same_experts, cases, relative_error
+from kernel_cases import DEVICE, TOLERANCE, Case, assert_same_experts, cases, relative_error
 
 from vmoer import noise
 from vmoer.kernels import Ask, low_rank
 
-SHAPES = pytest.mark.parametrize("shape", [("token", 2, 4), ("expert", 16, 1)], ids=str)
+SHAPES = pytest.mark.parametrize("shape", [("token", 1, 4), ("token", 4, 1)], ids=str)
 
 
-@pytest.mark.parametrize("shape", [("token", 1, 4), ("expert", 16, 1)], ids=str)
+@SHAPES
 @pytest.mark.parametrize("case", cases(512), ids=str)
 def test_average(case: Case, shape: tuple[str, int, int]) -> None:
-    if shape[0] == "expert" and case.experts > (40 if INTERPRETED else 512):
-        pytest.skip("slow in the interpreter")
+    if shape[2] == 1 and case.experts > 128:
+        shape = ("token", 4, 8)  # a warp would not hold a token
     eps_SE = noise.sobol_normal(32, case.experts + 8, seed=1).to(DEVICE)
     factor_TNR = case.factor_TNR(8)
     got = low_rank.average(case.mean_TN, case.log_sd_TN, factor_TNR, eps_SE, 1.25, shape=shape).logits_TN

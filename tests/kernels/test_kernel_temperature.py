@@ -91,14 +91,14 @@ def test_choice_at_given_temperatures(k: int, normalise: bool, tokens_a_program:
     torch.testing.assert_close(got.weights_TK.double(), weights_TK, rtol=1e-4, atol=0)
 
 
-@pytest.mark.parametrize("tokens_a_program", [1, 8])
+@pytest.mark.parametrize("shape", [(1, 1), (8, 4)])
 @pytest.mark.parametrize("experts", [4, 60])
-def test_selection_by_itself(tokens_a_program: int, experts: int) -> None:
+def test_selection_by_itself(shape: tuple[int, int], experts: int) -> None:
     case = Case(9, experts)
     by_TN = case.mean_TN.flip(-1)
     ask = Ask(4, True, 0.5)
     got, expected = (
-        select.select(by_TN, case.mean_TN, ask, tokens_a_program),
+        select.select(by_TN, case.mean_TN, ask, shape),
         select.reference(by_TN, case.mean_TN, ask),
     )
     assert got.weights_TK is not None

@@ -109,6 +109,23 @@ def average_points(logits_NS, n, s, N: tl.constexpr, S: tl.constexpr, LOG_S: tl.
 
 
 @triton.jit
+def quick_average(
+    mean_N, spread_NS, scale, n, s, N: tl.constexpr, S: tl.constexpr, LOG_S: tl.constexpr, SIGMOID: tl.constexpr
+):
+    """`average_points` of mean + scale * spread by one exponential an element, around the largest mean; and whether that is
+    not to be relied on, since float32 could not hold a sum."""
+    inside = n < N
+    if SIGMOID:
+        return tl.zeros_like(mean_N), True
+    around_N = (mean_N - tl.max(tl.where(inside, mean_N, _LOWEST), 0)) * _LOG2_E
+    e_NS = exp2(tl.where(inside, around_N, float("-inf"))[:, None] + spread_NS * (scale * _LOG2_E))
+    share_S = tl.where(s < S, 1.0 / tl.sum(e_NS, 0), 0.0)
+    total_N = tl.sum(e_NS * share_S[None, :], 1)
+    bad_N = ((total_N > 1e-30) & (total_N < 1e30)) == 0  # true for NaN
+    return tl.where(inside, tl.log(total_N) - LOG_S, 0.0), tl.max((bad_N & inside).to(tl.int32), 0) > 0
+
+
+@triton.jit
 def store_selected(
     by_BN, log_p_BN, n, t, live, weights_ptr, indices_ptr, gate_scale, K: tl.constexpr, K_PAD: tl.constexpr,
     NORMALISE: tl.constexpr, SAME: tl.constexpr,
@@ -121,8 +138,9 @@ def store_selected(
     log_w = tl.full([by_BN.shape[0], K_PAD], float("-inf"), tl.float32)
     index = tl.zeros([by_BN.shape[0], K_PAD], tl.int32)
     for k in tl.static_range(K):
-        most_B, at_B = tl.max(by_BN, 1, return_indices=True)
-        at = at_B[:, None]
+        most_B = tl.max(by_BN, 1)
+        at = tl.min(tl.where(by_BN == most_B[:, None], n[None, :], by_BN.shape[1]), 1)[:, None]
+        at = tl.where(at < by_BN.shape[1], at, k)  # NaN equals nothing
         here = n[None, :] == at
         value = most_B[:, None]
         if not SAME:

@@ -25,7 +25,7 @@ from vmoer import integrals
 from vmoer.gaussians import Cholesky
 from vmoer.kernels import MANY, by_expert
 from vmoer.kernels._asks import Ask, Choice
-from vmoer.kernels._tiles import average_points, log_sum_exp, on_device, pad, product, store_selected
+from vmoer.kernels._tiles import average_points, log_sum_exp, on_device, pad, product, quick_average, store_selected
 from vmoer.kernels.select import room
 from vmoer.kernels.select import select as select_experts
 
@@ -38,6 +38,7 @@ def _by_token_kernel(
     B: tl.constexpr, SHIFT: tl.constexpr, OWN: tl.constexpr, SIGMOID: tl.constexpr,
     K: tl.constexpr, K_PAD: tl.constexpr, NORMALISE: tl.constexpr,
 ):  # fmt: skip
+    scale = tl.cast(scale, tl.float32)
     n = tl.arange(0, N_PAD)
     j = tl.arange(0, J)
     s = tl.arange(0, S_PAD)
@@ -66,7 +67,9 @@ def _by_token_kernel(
         mean_N = tl.load(mean_ptr + t * mean_t + n64 * mean_n, mask=live, other=0.0).to(tl.float32)
         if SHIFT:
             mean_N += tl.load(shift_ptr + t * shift_t + n64 * shift_n, mask=live, other=0.0).to(tl.float32)
-        log_p_N = average_points(mean_N[:, None] + scale * spread_NS, n, s, N, S, LOG_S, SIGMOID)
+        log_p_N, exact = quick_average(mean_N, spread_NS, scale, n, s, N, S, LOG_S, SIGMOID)
+        if exact:
+            log_p_N = average_points(mean_N[:, None] + scale * spread_NS, n, s, N, S, LOG_S, SIGMOID)
         out_N = log_p_N
         if OWN:
             own_N = tl.load(own_ptr + t * own_t + n64 * own_n, mask=live, other=float("-inf")).to(tl.float32)
@@ -115,7 +118,7 @@ def average(
     kind, block, warps = shape or _shape(tokens, pad(experts, 16), s_pad, raw_TC.dtype)
     if kind == "expert":
         out_TN = by_expert.average(
-            mean_TN, raw_TC, None, eps_SN, scale,
+            mean_TN, raw_TC, eps_SN, scale,
             shift_TN=shift_TN, own_TN=own_TN, sigmoid=sigmoid, block=block, warps=warps,
         )  # fmt: skip
         return Choice(out_TN) if ask is None else select_experts(out_TN, out_TN, ask)
@@ -137,7 +140,7 @@ def average(
 
 def _shape(tokens: int, n_pad: int, s_pad: int, dtype: torch.dtype) -> tuple[str, int, int]:
     if tokens >= MANY and dtype != torch.float32:
-        return "expert", 32, 1
+        return ("expert", 16, 1) if n_pad <= 64 else ("expert", 64, 4)
     return "token", 1 if tokens < 2048 else 4, min(16, max(4, n_pad * s_pad // 1024))
 
 

@@ -2,8 +2,7 @@
 
 Two shapes of the same sum  l_ns = mu_n + scale (sd_n eps_sn + sum_r V_nr eps_sr):
 
-    by token     few tokens: a program takes one token, l [N, S] in registers, its columns normalised and averaged there
-    by expert    many tokens: a program takes B tokens and walks through the experts (vmoer.kernels.by_expert)
+    by token     l [N, S] of a token in registers, its columns normalised and averaged there
     by point     many tokens without factors: a program holds B tokens' means and deviations and walks through the points;
                  of a sample only its running sums remain
 
@@ -24,7 +23,7 @@ from torch import Tensor
 
 from vmoer import integrals
 from vmoer.gaussians import LowRank
-from vmoer.kernels import MANY, by_expert
+from vmoer.kernels import MANY
 from vmoer.kernels._asks import Ask, Choice
 from vmoer.kernels._tiles import (
     _LOG2_E,
@@ -37,6 +36,7 @@ from vmoer.kernels._tiles import (
     on_device,
     pad,
     product,
+    quick_average,
     store_selected,
 )
 from vmoer.kernels.select import room
@@ -50,6 +50,7 @@ def _by_point_kernel(
     N: tl.constexpr, N_PAD: tl.constexpr, S: tl.constexpr, LOG_S: tl.constexpr, B: tl.constexpr,
     SHIFT: tl.constexpr, OWN: tl.constexpr, SIGMOID: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, NORMALISE: tl.constexpr,
 ):  # fmt: skip
+    scale = tl.cast(scale, tl.float32)
     t = tl.program_id(0) * B + tl.arange(0, B)
     n = tl.arange(0, N_PAD)
     live = t < tokens
@@ -117,6 +118,7 @@ def _by_token_kernel(
     S_PAD: tl.constexpr, B: tl.constexpr, SHIFT: tl.constexpr, OWN: tl.constexpr, SIGMOID: tl.constexpr,
     K: tl.constexpr, K_PAD: tl.constexpr, NORMALISE: tl.constexpr,
 ):  # fmt: skip
+    scale = tl.cast(scale, tl.float32)
     n = tl.arange(0, N_PAD)
     r = tl.arange(0, R_PAD)
     s = tl.arange(0, S_PAD)
@@ -124,7 +126,7 @@ def _by_token_kernel(
     n64 = n.to(tl.int64)
     r64 = r.to(tl.int64)
     eps_S = eps_ptr + s[None, :] * (N + R)
-    own_eps_NS = tl.load(eps_S + n[:, None], mask=inside[:, None] & (s < S)[None, :], other=0.0).to(tl.float32)
+    own_eps_NS = tl.load(eps_S + n[:, None], mask=inside[:, None] & (s < S)[None, :], other=0.0)
     if R > 0:
         eps_RS = tl.load(eps_S + N + r[:, None], mask=(r < R)[:, None] & (s < S)[None, :], other=0.0)
     for b in range(B):
@@ -135,7 +137,7 @@ def _by_token_kernel(
         if SHIFT:
             mean_N += tl.load(shift_ptr + t * shift_t + n64 * shift_n, mask=live, other=0.0).to(tl.float32)
         log_sd_N = tl.load(log_sd_ptr + t * log_sd_t + n64 * log_sd_n, mask=live, other=0.0).to(tl.float32)
-        spread_NS = tl.zeros([N_PAD, S_PAD], tl.float32)
+        spread_NS = tl.exp(log_sd_N)[:, None] * own_eps_NS.to(tl.float32)
         if R > 0:
             factor_NR = tl.load(
                 factor_ptr + t * factor_t + n64[:, None] * factor_n + r64[None, :] * factor_r,
@@ -143,8 +145,9 @@ def _by_token_kernel(
                 other=0.0,
             )
             spread_NS = product(factor_NR, eps_RS, spread_NS)
-        spread_NS += tl.exp(log_sd_N)[:, None] * own_eps_NS
-        log_p_N = average_points(mean_N[:, None] + scale * spread_NS, n, s, N, S, LOG_S, SIGMOID)
+        log_p_N, exact = quick_average(mean_N, spread_NS, scale, n, s, N, S, LOG_S, SIGMOID)
+        if exact:
+            log_p_N = average_points(mean_N[:, None] + scale * spread_NS, n, s, N, S, LOG_S, SIGMOID)
         out_N = log_p_N
         if OWN:
             own_N = tl.load(own_ptr + t * own_t + n64 * own_n, mask=live, other=float("-inf")).to(tl.float32)
@@ -183,22 +186,17 @@ def average(
 ) -> Choice:
     """log E[softmax(l)] (or logit E[sigmoid(l)]), l ~ N(mean + shift, scale^2 (D + V V')); + logsumexp(own) where given.
 
-    Without `factor_TNR` the posterior is mean-field. `shape` overrides the choice of kernel for tuning: ("token",
-    "expert" or "point", tokens a program, warps).
+    Without `factor_TNR` the posterior is mean-field. `shape` overrides the choice of kernel for tuning: ("token" or
+    "point", tokens a program, warps).
     """
     tokens, experts = mean_TN.shape
     rank, samples = 0 if factor_TNR is None else factor_TNR.shape[-1], len(eps_SE)
     eps_SE = eps_SE.contiguous()
     shift, own = mean_TN if shift_TN is None else shift_TN, mean_TN if own_TN is None else own_TN
-    s_pad, k = pad(samples, 16), 0 if ask is None else ask.k
+    s_pad = pad(samples, 16)
     kind, block, warps = shape or _shape(tokens, pad(experts, 16), s_pad, rank)
-    if kind == "expert":
-        assert factor_TNR is not None
-        out_TN = by_expert.average(
-            mean_TN, factor_TNR, log_sd_TN, eps_SE, scale,
-            shift_TN=shift_TN, own_TN=own_TN, sigmoid=sigmoid, block=block, warps=warps,
-        )  # fmt: skip
-        return Choice(out_TN) if ask is None else select_experts(out_TN, out_TN, ask)
+    late = kind == "token" and block > 1  # a warp has better to do than to choose K for a token
+    k = 0 if ask is None or late else ask.k
     out_TN = torch.empty(tokens, experts, dtype=torch.float32, device=mean_TN.device)
     weights_TK, indices_TK = room(tokens, ask, out_TN)
     factor: tuple[Any, ...] = ()
@@ -218,6 +216,8 @@ def average(
             SHIFT=shift_TN is not None, OWN=own_TN is not None, SIGMOID=sigmoid,
             K=k, K_PAD=pad(max(1, k)), NORMALISE=ask is not None and ask.normalise, num_warps=warps, **more,
         )  # fmt: skip
+    if late and ask is not None:
+        return select_experts(out_TN, out_TN, ask)
     return Choice(out_TN) if ask is None else Choice(out_TN, weights_TK, indices_TK)
 
 
@@ -225,7 +225,7 @@ def _shape(tokens: int, n_pad: int, s_pad: int, rank: int) -> tuple[str, int, in
     if tokens < MANY:
         return "token", 1, min(16, max(4, n_pad * s_pad // 1024))
     if rank:
-        return "expert", 32, 1
+        return "token", 4, max(1, n_pad * s_pad // 2048)
     return "point", 8, 2 if n_pad >= 64 else 4
 
 

@@ -43,18 +43,19 @@ def _select_kernel(
     store_selected(by_BN, log_p_BN, n, t, live, weights_ptr, indices_ptr, gate_scale, K, K_PAD, NORMALISE, SAME)
 
 
-def select(by_TN: Tensor, logits_TN: Tensor, ask: Ask, tokens_a_program: int | None = None) -> Choice:
+def select(by_TN: Tensor, logits_TN: Tensor, ask: Ask, shape: tuple[int, int] | None = None) -> Choice:
+    """`shape` overrides tokens a program and warps, for tuning."""
     tokens, experts = by_TN.shape
     same = by_TN is logits_TN
     by_TN, logits_TN = by_TN.contiguous(), logits_TN.contiguous()
     weights_TK, indices_TK = room(tokens, ask, by_TN)
     n_pad = pad(experts)
-    block = tokens_a_program or (1 if tokens < 256 else max(1, 1024 // n_pad))
+    block, warps = shape or ((1, 1) if tokens < 256 else (max(1, 1024 // n_pad), 4))
     with on_device(by_TN):
         _select_kernel[(triton.cdiv(tokens, block),)](
             by_TN, logits_TN, weights_TK, indices_TK, tokens, ask.scale,
             N=experts, N_PAD=n_pad, K=ask.k, K_PAD=pad(ask.k), NORMALISE=ask.normalise, SAME=same, B=block,
-            num_warps=1 if block == 1 else 4,
+            num_warps=warps,
         )  # fmt: skip
     return Choice(logits_TN, weights_TK, indices_TK)
 

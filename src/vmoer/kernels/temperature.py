@@ -55,6 +55,7 @@ def _temperature_kernel(
     inside = live[:, None] & (n < N)[None, :]
     x = tl.load(x_ptr + t64 * x_t, mask=live, other=0.0).to(tl.float32)
     if RAW:
+        low, high = tl.cast(low, tl.float32), tl.cast(high, tl.float32)
         softplus = tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))
         s = softplus * 1.4426950408889634
         a = (1.0 - low) / (high - 1.0)

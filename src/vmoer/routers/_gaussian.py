@@ -84,6 +84,7 @@ class AmortisedRouter(GaussianRouter):
     The heads are one matrix whose rows are split among mean and covariance, so that they cost one product.
     """
 
+    no_bias_H: Tensor
     entry_by_entry: ClassVar[bool] = False
     """Whether the kernels like this method's outputs best as W h', each entry's tokens side by side."""
 
@@ -93,6 +94,7 @@ class AmortisedRouter(GaussianRouter):
         if outputs:
             self.backbone = nn.Linear(gate.hidden_size, hidden, bias=False, device=device, dtype=torch.float32)
             self.heads = nn.Linear(hidden, outputs, bias=False, device=device, dtype=torch.float32)
+            self.register_buffer("no_bias_H", torch.zeros(hidden, device=device), persistent=False)
             self.reset(config.seed)
         self.add_points(device)
 
@@ -111,9 +113,16 @@ class AmortisedRouter(GaussianRouter):
             self.backbone.weight.copy_(backbone)
             self.heads.weight.copy_(heads)
 
+    def features(self, u_TD: Tensor) -> Tensor:
+        """ReLU(W u); on a GPU's way to the kernels the product itself applies the ReLU, if it has a bias to add too."""
+        if kernels.available(u_TD) and not torch.is_grad_enabled():
+            weight_HD = self.backbone.weight.to(u_TD.dtype)
+            return torch._addmm_activation(self.no_bias_H.to(u_TD.dtype), u_TD, weight_HD.mT)
+        return torch.relu(self.linear(u_TD, self.backbone))
+
     def infer(self, u_TD: Tensor) -> tuple[Tensor, ...]:
         """The heads' outputs split by `head_sizes`: in float32, but on a GPU, where the kernels read the model's dtype."""
-        features_TH = torch.relu(self.linear(u_TD, self.backbone))
+        features_TH = self.features(u_TD)
         if (
             self.entry_by_entry
             and len(u_TD) >= kernels.MANY

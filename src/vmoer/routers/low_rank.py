@@ -17,8 +17,6 @@ from vmoer.routers._gaussian import AmortisedRouter, GaussianConfig
 
 
 class LowRankRouter(AmortisedRouter):
-    entry_by_entry = True
-
     def head_sizes(self) -> list[int]:
         n = self.gate.num_experts
         self.noise_dim = n + self.config.rank
