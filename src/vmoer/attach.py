@@ -35,6 +35,17 @@ class VariationalGate(nn.Module):
     vmoer_layer: int
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        current = self.vmoer_attachment.now
+        if current is None or not current.parts or not self.vmoer_attachment.enabled:
+            return self._routed(hidden_states, *args, **kwargs)
+        outs = []
+        for part, states in zip(current.parts, current.split(hidden_states), strict=True):
+            self.vmoer_attachment.now = part
+            outs.append(self._routed(states, *args, **kwargs))
+        self.vmoer_attachment.now = current
+        return tuple(current.join(tensors) for tensors in zip(*outs, strict=True))
+
+    def _routed(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         gate, method, attachment = self.vmoer_gate, self.vmoer, self.vmoer_attachment
         attachment.fired = True
         out = None
@@ -168,6 +179,11 @@ def routers_of(model: nn.Module) -> dict[int, Any]:
     return {m.vmoer_layer: m.vmoer for m in model.modules() if isinstance(m, VariationalGate)}
 
 
+def gates_of(model: nn.Module) -> list[Gate]:
+    """What is known of the routers that a method is attached to."""
+    return [m.vmoer_gate for m in model.modules() if isinstance(m, VariationalGate)]
+
+
 def attached(model: nn.Module) -> Attachment:
     attachment = attachment_of(model)
     if attachment is None:
@@ -210,7 +226,8 @@ def switched_off(model: nn.Module) -> Iterator[None]:
 def sampled(model: nn.Module, passes: Tensor | int) -> Iterator[None]:
     """Inside the block each router draws one sample a token, keyed by its pass number, in place of averaging.
 
-    One number for all, one a row, or one a token, [B, T].
+    One number for all, one a row, or one a token, [B, T]; with fewer columns than tokens, the last ones draw and those
+    before them average.
     """
     attachment = attached(model)
     before, attachment.passes = attachment.passes, passes

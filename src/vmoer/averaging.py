@@ -2,7 +2,7 @@
 
     router   one pass; each router averages its own scores (the paper's)
     full     M passes, each with a routing sample of its own; answers averaged:  p(y) = (1/M) sum_m p(y | routing_m)
-    answer   the prompt once, its last token M times in one pass over the shared cache: the price of one decode step
+    answer   one pass: the prompt once, its last token M times, each copy with a routing sample of its own
 
 Averaging inside the router smooths gate weights and hardly moves the answer; averaging answers marginalises them.
 
@@ -11,16 +11,19 @@ Shapes: M passes, B prompts, V answers (the vocabulary, or the tokens asked for)
 
 import inspect
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from vmoer.attach import attached, sampled
+from vmoer.attach import attached, gates_of, sampled
 from vmoer.context import documents
 from vmoer.errors import InputError
+from vmoer.shared_prompt import Copies, NotPlain, attending
 
 Averaging = Literal["router", "answer", "full"]
+PLAIN = ("sdpa", "flash_attention_2", "flash_attention_3")  # one function for all models, which does nothing else
 
 
 @torch.no_grad()
@@ -120,36 +123,66 @@ def left_padded(inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _last_token_passes(model: nn.Module, inputs: Mapping[str, Tensor], passes: int) -> Tensor:
-    """Logits [M, B, V]: the prompt but its last token once, then that token M times over its cache."""
+    """Logits [M, B, V]: the prompt but its last token once, then that token M times."""
     unknown = set(inputs) - {"input_ids", "attention_mask", "position_ids"}
     if unknown:
         raise InputError(
             f"averaging='answer' takes input_ids and attention_mask alone, not {', '.join(sorted(unknown))}"
         )
     ids_BT, mask_BT, positions_BT = left_padded(inputs)
-    batch, columns = ids_BT.shape
-    padded = inputs.get("attention_mask") is not None
-    if columns < 2 or (padded and int(mask_BT.sum(-1).min()) < 2):
+    columns = ids_BT.shape[1]
+    given_BT = None if inputs.get("attention_mask") is None else mask_BT
+    if columns < 2 or (given_BT is not None and int(given_BT.sum(-1).min()) < 2):
         raise InputError("averaging='answer' needs prompts of at least two tokens")
-    head: dict[str, Any] = {"input_ids": ids_BT[:, :-1], "attention_mask": mask_BT[:, :-1] if padded else None}
+    if shares_prompts(model):
+        logits_BMV = _in_one_pass(model, ids_BT, given_BT, positions_BT, passes)
+        if logits_BMV is not None:
+            return logits_BMV.transpose(0, 1)
+    return _over_cache(model, ids_BT, given_BT, positions_BT, passes)
+
+
+def _in_one_pass(
+    model: nn.Module, ids_BT: Tensor, mask_BT: Tensor | None, positions_BT: Tensor, passes: int
+) -> Tensor | None:
+    """[B, M, V]: the copies stand side by side behind the prompt (vmoer/shared_prompt.py); None where that cannot be."""
+
+    def repeated(x_BT: Tensor) -> Tensor:
+        return torch.cat([x_BT, x_BT[:, -1:].expand(-1, passes - 1)], 1)
+
+    attachment = attached(model)
+    recorded = 0 if attachment.record is None else len(attachment.record.passes)
+    copies = Copies(passes, None if mask_BT is None else mask_BT[:, :-1])
+    columns = ids_BT.shape[1]
+    last = torch.arange(columns - 1, columns - 1 + passes, device=ids_BT.device)
+    kept = {"logits_to_keep": last} if keeps_logits(model) else {}  # by number: a slice is multiplied prompt by prompt
+    numbers = torch.arange(passes, device=ids_BT.device).expand(len(ids_BT), passes)
+    with sampled(model, numbers), attending(model, copies), suppress(NotPlain):
+        out = model(
+            input_ids=repeated(ids_BT),
+            attention_mask=None if mask_BT is None else repeated(mask_BT),
+            position_ids=repeated(positions_BT),
+            use_cache=False,
+            **kept,
+        )
+        layers: int = model.config.get_text_config().num_hidden_layers  # type: ignore[assignment, operator, union-attr]
+        if len(copies.seen) == layers:
+            return out.logits[:, -passes:]
+    attachment.shares_prompts = False
+    if attachment.record is not None:
+        del attachment.record.passes[recorded:]
+    return None
+
+
+def _over_cache(model: nn.Module, ids_BT: Tensor, mask_BT: Tensor | None, positions_BT: Tensor, passes: int) -> Tensor:
+    """[M, B, V]: one pass over the prompt, and one of M rows a prompt over its keys, repeated."""
+    batch = len(ids_BT)
+    head: dict[str, Any] = {"input_ids": ids_BT[:, :-1], "attention_mask": None if mask_BT is None else mask_BT[:, :-1]}
     cache = model(**head, position_ids=positions_BT[:, :-1], use_cache=True, logits_to_keep=1).past_key_values
-    if _takes_any_mask(model, cache):  # M copies of the last token side by side, each sees the prompt and itself
-        dtype = next(model.parameters()).dtype
-        seen = torch.cat([mask_BT[:, None, :-1].expand(-1, passes, -1), _itself(batch, passes, mask_BT)], -1)
-        with sampled(model, torch.arange(passes, device=ids_BT.device).expand(batch, passes)):
-            out = model(
-                input_ids=ids_BT[:, -1:].expand(-1, passes),
-                attention_mask=((1 - seen.to(dtype)) * torch.finfo(dtype).min).unsqueeze(1),
-                position_ids=positions_BT[:, -1:].expand(-1, passes),
-                past_key_values=cache,
-                use_cache=True,
-            )
-        return out.logits.transpose(0, 1)
     cache.reorder_cache(torch.arange(batch, device=ids_BT.device).repeat_interleave(passes))
     with sampled(model, torch.arange(passes, device=ids_BT.device).repeat(batch)):
         out = model(
             input_ids=ids_BT[:, -1:].repeat_interleave(passes, 0),
-            attention_mask=mask_BT.repeat_interleave(passes, 0),
+            attention_mask=None if mask_BT is None else mask_BT.repeat_interleave(passes, 0),
             position_ids=positions_BT[:, -1:].repeat_interleave(passes, 0),
             past_key_values=cache,
             use_cache=True,
@@ -157,24 +190,22 @@ def _last_token_passes(model: nn.Module, inputs: Mapping[str, Tensor], passes: i
     return out.logits[:, -1].view(batch, passes, -1).transpose(0, 1)
 
 
-def _itself(batch: int, passes: int, like: Tensor) -> Tensor:
-    return torch.eye(passes, dtype=like.dtype, device=like.device).expand(batch, -1, -1)
-
-
-def repeats_cache(model: Any) -> bool:
-    """Whether averaging answers needs the prompt's keys M times."""
+def shares_prompts(model: Any) -> bool:
+    """Whether averaging answers needs no more than the prompt and its copies in one pass: where every layer attends plainly,
+    to all that came before, and the routers are asked about nothing but their states."""
     from transformers import DynamicCache
-
-    return not _takes_any_mask(model, DynamicCache(config=model.config))
-
-
-def _takes_any_mask(model: Any, cache: Any) -> bool:
-    """Whether every layer attends by a mask over a cache that only grows: then the prompt's keys need not be repeated."""
     from transformers.cache_utils import DynamicLayer
 
-    layers = getattr(cache, "layers", None) or []
+    attachment = attached(model)
+    if attachment.shares_prompts is None:
+        layers = getattr(DynamicCache(config=model.config), "layers", None) or []
+        attachment.shares_prompts = (
+            bool(layers)
+            and all(type(layer) is DynamicLayer for layer in layers)
+            and all(not gate.arguments for gate in gates_of(model))
+        )
     implementation = getattr(model.config.get_text_config(), "_attn_implementation", None)
-    return bool(layers) and implementation in ("eager", "sdpa") and all(type(layer) is DynamicLayer for layer in layers)
+    return implementation in PLAIN and attachment.shares_prompts
 
 
 def _log_probs(logits_MBV: Tensor, tokens: Tensor | list[int] | None) -> Tensor:

@@ -28,6 +28,19 @@ class Pass:
     record: "Record | None" = None
     seen: set[int] = field(default_factory=set)
     drawn: dict[Any, Tensor] = field(default_factory=dict)
+    parts: tuple["Pass", ...] = ()
+    """Columns that are routed apart from each other, in their order: those that average, and those that draw."""
+
+    def split(self, x: Tensor) -> list[Tensor]:
+        """What each part is given of the tokens' states, [B T, D] or [B, T, D]."""
+        columns = x.view(*self.shape, -1).split([part.shape[1] for part in self.parts], 1)
+        return [own.flatten(0, 1) if x.dim() == 2 else own.contiguous() for own in columns]
+
+    def join(self, given: tuple[Tensor, ...]) -> Tensor:
+        """What the parts answered, in the tokens' order."""
+        columns = [x.reshape(*part.shape, -1) for part, x in zip(self.parts, given, strict=True)]
+        whole = torch.cat(columns, 1)
+        return whole.flatten(0, 1) if given[0].dim() == 2 else whole
 
     def hand_over(self, layer: int, method: Router, u_TD: Tensor, routing: Routing, chosen_TK: Tensor) -> None:
         """Give the record what a layer routed; once, though checkpointing may run the layer again."""
@@ -50,21 +63,38 @@ class Attachment:
     first_row: int = 0
     passes: Tensor | int | None = None
     collector: Any = None
+    shares_prompts: bool | None = None
+    """Whether answers can be averaged in one pass (vmoer/averaging.py); not known yet."""
     now: Pass | None = None
     required_grad: list[nn.Parameter] = field(default_factory=list)
     hooks: list[Any] = field(default_factory=list)
 
     def begin(self, positions_BT: Tensor, mask_BT: Tensor | None) -> None:
+        """A decoder begins to run on these tokens."""
+        drawn = self.passes.shape[1] if isinstance(self.passes, Tensor) and self.passes.dim() == 2 else None
+        if drawn is None or drawn == positions_BT.shape[1]:
+            self.now = self._pass(positions_BT, mask_BT, self.passes)
+            return
+        before, behind = slice(None, -drawn), slice(-drawn, None)
+        masks = (None, None) if mask_BT is None else (mask_BT[:, before], mask_BT[:, behind])
+        parts = (
+            self._pass(positions_BT[:, before], masks[0], None),
+            self._pass(positions_BT[:, behind], masks[1], self.passes),
+        )
+        shape = (positions_BT.shape[0], positions_BT.shape[1])
+        self.now = Pass(positions_BT.reshape(-1), positions_BT.new_empty(0), mask_BT, shape, parts=parts)
+
+    def _pass(self, positions_BT: Tensor, mask_BT: Tensor | None, passes: Tensor | int | None) -> Pass:
         batch, tokens = positions_BT.shape
         device = positions_BT.device
         rows_T = (self.first_row + torch.arange(batch, device=device)).repeat_interleave(tokens)
         if self.step is not None:
             rows_T = rows_T + DOCUMENT * documents(positions_BT, mask_BT).reshape(-1)
         passes_T = None
-        if self.passes is not None:
-            given = torch.as_tensor(self.passes, device=device)
+        if passes is not None:
+            given = torch.as_tensor(passes, device=device)
             passes_T = given.reshape(-1) if given.dim() == 2 else given.expand(batch).repeat_interleave(tokens)
-        self.now = Pass(
+        begun = Pass(
             positions_T=positions_BT.reshape(-1),
             rows_T=rows_T,
             mask_BT=mask_BT,
@@ -74,7 +104,8 @@ class Attachment:
             record=self.record,
         )
         if self.record is not None:
-            self.record.begin(self.now)
+            self.record.begin(begun)
+        return begun
 
     def current(self, u_TD: Tensor) -> Pass:
         """The pass these states belong to. A router run by itself counts its tokens as one row."""

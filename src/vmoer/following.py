@@ -44,7 +44,7 @@ def followed(model: nn.Module, record: "Record") -> Iterator[None]:
     """Inside the block the model's own `generate` tells the record where its output came from."""
     from transformers import GenerationMixin
 
-    found = [module for module in model.modules() if isinstance(module, GenerationMixin)]
+    found = [module for module in _outside_layers(model) if isinstance(module, GenerationMixin)]
     before = [vars(module).get("generate") for module in found]
     module: Any
     for module, own in zip(found, before, strict=True):
@@ -57,6 +57,14 @@ def followed(model: nn.Module, record: "Record") -> Iterator[None]:
                 del module.generate
             else:
                 module.generate = own
+
+
+def _outside_layers(module: nn.Module) -> Iterator[nn.Module]:
+    """The model and what it is made of, but for its lists of layers: a walk through them all would hold up a GPU."""
+    if not isinstance(module, nn.ModuleList):
+        yield module
+        for child in module.children():
+            yield from _outside_layers(child)
 
 
 class Follower:

@@ -32,7 +32,7 @@ from vmoer.averaging import (
     mutual_information,
     predict,
     predict_passes,
-    repeats_cache,
+    shares_prompts,
 )
 from vmoer.errors import InputError, RunError
 from vmoer.predictions import ROUTER_SIGNALS, SIGNALS, finish, write_part
@@ -92,7 +92,7 @@ def predict_task(
         prompts = encode(tokenizer, questions, _context(model))
         choices = {"averaging": averaging, "passes": passes, "batch_tokens": batch_tokens, "routing": routing}
         meta = _meta(model, name, method, seed, choices, questions, [letters, prompts])
-        repeated = passes if averaging == "answer" and repeats_cache(model) else 1
+        repeated = passes if averaging == "answer" and not shares_prompts(model) else 1
         batches = by_length([len(p) for p in prompts], batch_tokens // repeated)
         parts = [folder / ".parts" / f"{_digest(meta)[:16]}-{i:05d}.parquet" for i in range(len(batches))]
         parts[0].parent.mkdir(parents=True, exist_ok=True)

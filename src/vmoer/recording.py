@@ -76,10 +76,9 @@ class Record:
             entries[layer] = Entry(chosen_TK, posterior, None, {}, late)
             return
         with torch.no_grad():
-            found = _signals(late, posterior)
+            signals = _signals(late, posterior)
             divergence_T = posterior.divergence() if posterior is not None else None
-        # clones: a CUDA graph replays into the same memory
-        signals = {name: value.detach().clone() for name, value in found.items()}
+        # a clone: a CUDA graph replays into the same memory
         entries[layer] = Entry(chosen_TK.clone(), None, divergence_T, signals)
 
     # -- read by the caller --------------------------------------------------------------------------------------------

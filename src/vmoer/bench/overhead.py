@@ -182,7 +182,7 @@ def answers(geometry: str, plain: nn.Module, model: nn.Module, tokens: int, roun
         model, {"input_ids": prefill.ids}, averaging="answer", passes=PASSES
     )
     about = {"geometry": geometry, "phase": "answer", "tokens": tokens, "batch": prefill.batch}
-    return timed(works, DEVICE == "cuda", rounds, about)
+    return timed(works, False, rounds, about)
 
 
 def clean() -> None:
@@ -261,7 +261,7 @@ def measure(name: str, geometry: Geometry, quick: bool, ceiling: dict[str, float
     vmoer.fit(novelty, [{"input_ids": Prefill(plain, 4096 if DEVICE == "cuda" else 256).ids}], rank=RANK)
     print(f"{name}: built in {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
     gpu = DEVICE == "cuda"
-    rounds = 3 if quick else 7
+    rounds = 3 if quick else 5
     sizes = ([1024, 16384] if quick else [1024, 4096, 16384]) if gpu else [256, 1024]
     rows, memory = [], {}
     for tokens in sizes:

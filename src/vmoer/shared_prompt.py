@@ -1,0 +1,123 @@
+"""A pass over prompts whose last token stands there M times: each copy sees the prompt and itself, no other copy.
+
+    s = c q'k,    z = log sum_t exp(c q'k_t) over the prompt,    o = (e^z o_prompt + e^s v) / (e^z + e^s)
+
+A mask can say the same, but masked attention is slow and repeats the keys for every head of a group. Here the model's own
+causal attention runs over all columns, which is right for the prompt; the copies' columns are then written over: the copies,
+and the heads that share their keys, are the queries of one plain attention over the prompt, which answers with z as well.
+
+Shapes: B prompts, H heads, G heads a key head, T tokens of a prompt, M copies, D of a head.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+NAME = "vmoer_shared_prompt"
+
+
+@dataclass
+class Copies:
+    """How many copies stand behind the prompts, which of the prompts' tokens are real, and the layers that have come here."""
+
+    count: int
+    mask_BT: Tensor | None
+    seen: set[int] = field(default_factory=set)
+
+
+class NotPlain(Exception):
+    """Raised inside a pass: this model's attention is more than a softmax over keys."""
+
+
+_current: list[Copies] = []  # the innermost last
+
+
+@contextmanager
+def attending(model: Any, copies: Copies) -> Iterator[None]:
+    """Inside the block the model's last columns are copies. A model with a way of its own to attend leaves `seen` short."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, attention)
+    config = model.config.get_text_config()
+    before = config._attn_implementation
+    config._attn_implementation = NAME
+    _current.append(copies)
+    try:
+        yield
+    finally:
+        _current.pop()
+        config._attn_implementation = before
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **more: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls: queries [B, H, T + M, D], keys and values of H / G heads."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    copies = _current[-1]
+    if any(more.get(name) is not None for name in ("softcap", "s_aux", "position_bias")):
+        raise NotPlain
+    copies.seen.add(module.layer_idx)  # type: ignore[arg-type]
+    mask = None if copies.mask_BT is None else _causal(copies)
+    out, _ = sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **more)
+    out[:, -copies.count :] = _of_copies(
+        query, key, value, copies, query.shape[-1] ** -0.5 if scaling is None else scaling
+    )
+    return out, None
+
+
+def _causal(copies: Copies) -> Tensor:
+    """Who sees whom among prompts and copies, [B, 1, T + M, T + M], right for the prompts alone; padding sees itself."""
+    assert copies.mask_BT is not None
+    real = torch.nn.functional.pad(copies.mask_BT.bool(), (0, copies.count), value=True)
+    both = torch.ones(real.shape[1], real.shape[1], dtype=torch.bool, device=real.device)
+    return ((both.tril() & real[:, None, :]) | torch.eye(len(both), dtype=torch.bool, device=real.device)).unsqueeze(1)
+
+
+def _of_copies(query: Tensor, key: Tensor, value: Tensor, copies: Copies, scale: float) -> Tensor:
+    """[B, M, H, D of values]"""
+    tokens = query.shape[2] - copies.count
+    q = query[:, :, tokens:].unflatten(1, (key.shape[1], -1))
+    out, z = _over_prompt(q.flatten(2, 3), key[:, :, :tokens], value[:, :, :tokens], copies.mask_BT, scale)
+    s = scale * (q.float() * key[:, :, None, tokens:]).sum(-1)
+    itself = torch.sigmoid(s - z.view_as(s)).unsqueeze(-1)
+    out = torch.lerp(out.unflatten(2, q.shape[2:4]).float(), value[:, :, None, tokens:].float(), itself)
+    return out.flatten(1, 2).transpose(1, 2)
+
+
+def _over_prompt(
+    q: Tensor, keys: Tensor, values: Tensor, mask_BT: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attention and the logarithm of its denominator."""
+    size, where = q.shape[-1], q.device.type
+    if size != values.shape[-1] or size % 8 or size > 256 or where not in ("cpu", "cuda"):
+        scores = scale * (q.float() @ keys.float().mT)
+        if mask_BT is not None:
+            scores = scores.masked_fill(mask_BT[:, None, None] == 0, float("-inf"))
+        return torch.softmax(scores, -1) @ values.float(), scores.logsumexp(-1)
+    bias = None if mask_BT is None else _bias(mask_BT, q)
+    if where == "cpu":
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, keys, values, attn_mask=bias, scale=scale)
+    if bias is None and q.dtype != torch.float32:
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, keys, values, scale=scale)[:2]
+    out, z, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(q, keys, values, bias, True, scale=scale)
+    return out, z[..., : q.shape[-2]]  # rounded up to whole tiles
+
+
+def _bias(mask_BT: Tensor, q: Tensor) -> Tensor:
+    """-inf at padding, for every query; rows lie a multiple of 16 bytes apart."""
+    columns = mask_BT.shape[1]
+    bias_BT = torch.zeros(len(mask_BT), -(-columns // 8) * 8, dtype=q.dtype, device=q.device)
+    bias_BT[:, :columns].masked_fill_(mask_BT == 0, float("-inf"))
+    return bias_BT[:, None, None, :columns].expand(-1, *q.shape[1:3], -1)
