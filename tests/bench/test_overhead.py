@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from vmoer.bench import overhead
+from vmoer.bench import measure, overhead
 from vmoer.bench.geometries import Geometry
-from vmoer.bench.measure import ratio
+from vmoer.bench.measure import between, ratio
 
 TINY = Geometry(
     "granitemoe",
@@ -65,3 +65,15 @@ def test_ratios_are_taken_within_a_round() -> None:
     """Oracle by hand: rounds in which everything is ten times slower leave the ratios as they are."""
     base, times = [1.0, 10.0, 1.0], [1.5, 11.0, 1.2]
     assert ratio(times, base) == (pytest.approx(1.2), pytest.approx(1.15), pytest.approx(1.35))
+
+
+def test_a_clock_that_drifts_leaves_the_ratios_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything takes one percent longer with every run; what takes 1.5 and 3 times the base's time is still seen to."""
+    runs = iter(range(1000))
+    cost = {"base": 1.0, "a": 1.5, "b": 3.0}
+    monkeypatch.setattr(measure, "seconds", lambda work, device, repeats=1: cost[work()] * (1 + 0.01 * next(runs)))
+    pairs = between({name: lambda name=name: name for name in "ab"}, lambda: "base", "cpu", rounds=4)  # type: ignore[misc]
+    for name, values in pairs.items():
+        assert len(values) == 4
+        for own, around in values:
+            assert own / around == pytest.approx(cost[name], rel=1e-9)

@@ -71,6 +71,24 @@ def test_perturbed_logits(name: str, experts: int) -> None:
         torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("hidden", [8, 100, 600])
+@pytest.mark.parametrize("tokens_a_program", [1, 4])
+def test_last_layer(dtype: torch.dtype, hidden: int, tokens_a_program: int) -> None:
+    """Features and the MLP's last layer in place of what it says."""
+    keys = _on_device(KEYS["inference"])
+    generator = torch.Generator().manual_seed(hidden)
+    logits_TN = torch.randn(5, 40, generator=generator).to(DEVICE)
+    features_TH = torch.randn(5, hidden, generator=generator).relu().to(DEVICE, dtype)
+    weight_H, bias = (torch.randn(n, generator=generator).to(DEVICE, dtype) * 0.1 for n in (hidden, 1))
+    x_T = (features_TH.double() @ weight_H.double() + bias.double()).float()
+    more = {"bounds": (0.05, 10.0), "tokens_a_program": tokens_a_program}
+    got = temperature.temper(logits_TN, features_TH, keys, head=(weight_H, bias), **more)  # type: ignore[arg-type]
+    expected = temperature.temper(logits_TN, x_T, keys, **more)  # type: ignore[arg-type]
+    for ours, theirs in zip(got[:3], expected[:3], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize(("k", "normalise"), [(1, False), (8, True), (16, False)])
 @pytest.mark.parametrize(("tokens_a_program", "own"), [(1, False), (4, False), (4, True)])
 def test_choice_at_given_temperatures(k: int, normalise: bool, tokens_a_program: int, own: bool) -> None:

@@ -46,6 +46,29 @@ def interleaved(
     return times
 
 
+def between(
+    variants: dict[str, Work], base: Work, device: str, rounds: int, repeats: int = 1
+) -> dict[str, list[tuple[float, float]]]:
+    """Each variant once a round, in an order of its own, between two runs of the base: its seconds, and the mean of theirs.
+
+    A chip's clock drifts by more than what is to be measured; over three runs it hardly does.
+    """
+    names = list(variants)
+    shuffle = random.Random(0).shuffle
+    for work in (base, *variants.values()):
+        seconds(work, device)
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    for _ in range(rounds):
+        shuffle(names)
+        before = seconds(base, device, repeats)
+        for name in names:
+            own = seconds(variants[name], device, repeats)
+            after = seconds(base, device, repeats)
+            times[name].append((own, (before + after) / 2))
+            before = after
+    return times
+
+
 def ratio(times: Sequence[float], base: Sequence[float]) -> tuple[float, float, float]:
     """Median and quartiles of the ratios, round by round."""
     ratios = sorted(a / b for a, b in zip(times, base, strict=True))

@@ -7,11 +7,11 @@
 Writes `{"machine": ..., "ceilings": ..., "rows": [...], "routers": [...]}` and a Markdown table beside it. A row is
 {geometry, method, phase: prefill|decode|answer, launch: eager|graph, tokens, batch, time_ratio, low, high, seconds,
 memory_ratio};
-ratios are medians and quartiles over rounds of (method / plain model) within a round. Geometries already in the file and not
-measured again are kept. Weights are random and in bfloat16, the attached routers' too, as a model cast for inference has
-them; prefill asks for the last token's logits, as generation does. The row `novelty` is the plain model with its signals
-recorded, novelty at rank 128 among them; the phase `answer` has `answer-32`, the answers of 64 prompts of
-1,024 tokens, each averaged over 32 routing samples of its last token, against one pass over the same prompts.
+ratios are medians and quartiles over rounds of a method's time over the mean of the plain model's just before and after it.
+Geometries already in the file and not measured again are kept. Weights are random and in bfloat16, the attached routers' too,
+as a model cast for inference has them; prefill asks for the last token's logits, as generation does. The row `novelty` is the
+plain model with its signals recorded, novelty at rank 128 among them; the phase `answer` has `answer-32`, the answers of 64
+prompts of 1,024 tokens, each averaged over 32 routing samples of its last token, against one pass over the same prompts.
 """
 
 import gc
@@ -33,12 +33,13 @@ import vmoer
 from vmoer import kernels
 from vmoer.bench.geometries import GEOMETRIES, SMALL, Geometry, twin
 from vmoer.bench.listing import Listing
-from vmoer.bench.measure import Work, captured, ceilings, interleaved, ratio
+from vmoer.bench.measure import Work, between, captured, ceilings, interleaved, ratio
 from vmoer.bench.router import floor, routers
 from vmoer.files import write_json, write_text
 
 CONTEXT = 1024  # tokens in the cache a decode step attends to
 PLAIN = "map"
+SLOW = ("mcdr", "listing", "swag")  # far from what they are compared with: half the rounds will do
 RANK, PASSES = 128, 32  # of novelty, of answer averaging
 PROMPTS = 64  # whose answers are averaged together
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -151,10 +152,16 @@ def timed(works: dict[str, Work], graph: bool, rounds: int, about: dict[str, Any
             clean()
     rows = []
     if PLAIN in variants:
-        times = interleaved(variants, DEVICE, rounds, repeats=8 if graph and about["tokens"] <= 1024 else 1)
-        for name, values in times.items():
-            middle, low, high = ratio(values, times[PLAIN])
-            spread = {"time_ratio": middle, "low": low, "high": high, "seconds": statistics.median(values)}
+        base, repeats = variants.pop(PLAIN), 8 if graph and about["tokens"] <= 1024 else 1
+        slow = {name: variants.pop(name) for name in SLOW if name in variants}
+        pairs = between(variants, base, DEVICE, rounds, repeats)
+        if slow:
+            pairs |= between(slow, base, DEVICE, max(2, rounds // 2), repeats)
+        plain = [own for values in pairs.values() for _, own in values]
+        for name, values in {PLAIN: [(own, own) for own in plain], **pairs}.items():
+            own, around = zip(*values, strict=True)
+            middle, low, high = ratio(own, around)
+            spread = {"time_ratio": middle, "low": low, "high": high, "seconds": statistics.median(own)}
             rows.append({**about, "launch": "graph" if graph else "eager", "method": name, **spread})
     blank = {"time_ratio": None, "low": None, "high": None, "seconds": None}
     rows += [
@@ -271,7 +278,7 @@ def measure(name: str, geometry: Geometry, quick: bool, ceiling: dict[str, float
         about = {"geometry": name, "phase": "prefill", "tokens": tokens, "batch": prefill.batch}
         if tokens == sizes[-1]:
             works["novelty"] = recorded(novelty, prefill.of(novelty))
-        rows += timed(works, False, rounds + (4 if tokens == sizes[-1] and not quick else 0), about)
+        rows += timed(works, False, rounds + (6 if tokens == sizes[-1] and not quick else 0), about)
         if gpu and tokens <= 1024:
             rows += timed(works, True, rounds, about)
         clean()

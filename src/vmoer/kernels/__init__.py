@@ -108,18 +108,19 @@ def temper(
     keys: Keys,
     *,
     bounds: tuple[float, float] | None = None,
+    head: tuple[Tensor, Tensor] | None = None,
     own: bool = False,
     ask: Ask | None = None,
 ) -> Tempered | None:
     """VTSR's scaled and perturbed logits (vmoer.kernels.temperature.temper), or None."""
     n = logits_TN.shape[-1]
-    if not _usable(logits_TN, x_T) or n > 1024 or (ask is not None and ask.k > min(16, n)) or len(keys.between) > 1:
+    if not _usable(logits_TN, x_T, *(head or ())) or n > 1024 or (ask is not None and ask.k > min(16, n)):
         return None
-    if not all(isinstance(key, int) for key in keys.before):
+    if len(keys.between) > 1 or not all(isinstance(key, int) for key in keys.before):
         return None
     from vmoer.kernels import temperature
 
-    return temperature.temper(logits_TN, x_T, keys, bounds=bounds, own=own, ask=ask)
+    return temperature.temper(logits_TN, x_T, keys, bounds=bounds, head=head, own=own, ask=ask)
 
 
 def novelty(u_TD: Tensor, basis_RD: Tensor, inverse_R: Tensor, rest: Tensor) -> Tensor | None:

@@ -34,7 +34,7 @@ from vmoer.kernels._tiles import (
 
 COLUMNS = 64  # Cholesky entries a product takes at once
 STAGES = tl.constexpr(3)  # experts, or groups of UNROLL, whose entries are on their way
-UNROLL = tl.constexpr(1)
+UNROLL = tl.constexpr(2)
 
 
 @triton.jit

@@ -8,7 +8,7 @@ Two shapes of the same sum  l_ns = mu_n + scale (sd_n eps_sn + sum_r V_nr eps_sr
 
 Mean field is R = 0; `Scaled` posteriors (Laplace) are mean-field with sd_t = sqrt(v_t) for every expert and the points F eps.
 Floor at 16,384 tokens, N = 128, R = 8, S = 32, heads in bfloat16: traffic
-T N (2 (R + 2) + 4 + 4) bytes = 59 MB, 14 us; two exponentials a sample and expert, 134M, 37 us; S N (R + 1) multiplications
+T N (2 (R + 2) + 4 + 4) bytes = 59 MB, 14 us; an exponential a sample and expert, 67M, 19 us; S N (R + 1) multiplications
 and additions a token, 0.6 G.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators

@@ -43,17 +43,29 @@ def gumbel_of(state):
 
 @triton.jit(do_not_specialize=["state", "between"])
 def _temperature_kernel(
-    logits_ptr, x_ptr, position_ptr, first_ptr, temperature_ptr, scaled_ptr, select_ptr, weights_ptr, indices_ptr,
+    logits_ptr, x_ptr, head_ptr, bias_ptr, position_ptr, first_ptr,
+    temperature_ptr, scaled_ptr, select_ptr, weights_ptr, indices_ptr,
     tokens, state, between, low, high, gate_scale, logits_t, logits_n, x_t, position_t, first_t,
-    N: tl.constexpr, N_PAD: tl.constexpr, B: tl.constexpr, FIRST: tl.constexpr, BETWEEN: tl.constexpr, RAW: tl.constexpr,
-    OWN: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, NORMALISE: tl.constexpr,
+    N: tl.constexpr, N_PAD: tl.constexpr, H: tl.constexpr, J: tl.constexpr, B: tl.constexpr, FIRST: tl.constexpr,
+    BETWEEN: tl.constexpr, RAW: tl.constexpr, OWN: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, NORMALISE: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0) * B + tl.arange(0, B)
     n = tl.arange(0, N_PAD)
     live = t < tokens
     t64 = t.to(tl.int64)
     inside = live[:, None] & (n < N)[None, :]
-    x = tl.load(x_ptr + t64 * x_t, mask=live, other=0.0).to(tl.float32)
+    if H > 0:  # the MLP's last layer, on its features
+        terms_BJ = tl.zeros([B, J], tl.float32)
+        for first in range(0, H, J):
+            h = first + tl.arange(0, J)
+            head_J = tl.load(head_ptr + h, mask=h < H, other=0.0).to(tl.float32)
+            features_BJ = tl.load(
+                x_ptr + t64[:, None] * x_t + h[None, :], mask=live[:, None] & (h < H)[None, :], other=0.0
+            )
+            terms_BJ += features_BJ.to(tl.float32) * head_J[None, :]
+        x = tl.sum(terms_BJ, 1) + tl.load(bias_ptr).to(tl.float32)
+    else:
+        x = tl.load(x_ptr + t64 * x_t, mask=live, other=0.0).to(tl.float32)
     if RAW:
         low, high = tl.cast(low, tl.float32), tl.cast(high, tl.float32)
         softplus = tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))
@@ -114,13 +126,15 @@ def temper(
     keys: Keys,
     *,
     bounds: tuple[float, float] | None = None,
+    head: tuple[Tensor, Tensor] | None = None,
     own: bool = False,
     ask: Ask | None = None,
     tokens_a_program: int | None = None,
 ) -> Tempered:
     """Scaled (or, with `own`, the model's own) and perturbed logits.
 
-    With `bounds` (T_min, T_max) `x_T` is what the MLP said, without it the temperature.
+    With `bounds` (T_min, T_max) `x_T` is what the MLP said, without it the temperature; with `head`, the weight [H] and bias
+    of the MLP's last layer, it is that layer's input, [T, H].
     """
     tokens, experts = logits_TN.shape
     if len(keys.between) > 1:
@@ -130,16 +144,19 @@ def temper(
     temperature_T = x_T if bounds is None else torch.empty(tokens, dtype=torch.float32, device=logits_TN.device)
     weights_TK, indices_TK = room(tokens, ask, scaled_TN)
     first_T = keys.position_T if keys.first_T is None else keys.first_T
+    x_T = x_T if head is None else x_T.contiguous()
+    weight_H, bias = head or (x_T, x_T)
     low, high = bounds or (0.0, 2.0)
     n_pad, k = pad(experts), 0 if ask is None else ask.k
     block = tokens_a_program or (1 if tokens < 1024 else max(1, 1024 // n_pad))
     with on_device(logits_TN):
         _temperature_kernel[(triton.cdiv(tokens, block),)](
-            logits_TN, x_T, keys.position_T, first_T, temperature_T, scaled_TN, select_TN, weights_TK, indices_TK,
+            logits_TN, x_T, weight_H, bias, keys.position_T, first_T, temperature_T, scaled_TN, select_TN, weights_TK, indices_TK,
             tokens, _signed(_hash(keys.before)), _signed(keys.between[0] if keys.between else 0), low, high,
             1.0 if ask is None else ask.scale,
-            *logits_TN.stride(), *x_T.stride(), *keys.position_T.stride(), *first_T.stride(),
-            N=experts, N_PAD=n_pad, B=block, FIRST=keys.first_T is not None, BETWEEN=len(keys.between) > 0,
+            *logits_TN.stride(), x_T.stride(0), *keys.position_T.stride(), *first_T.stride(),
+            N=experts, N_PAD=n_pad, H=0 if head is None else x_T.shape[1], J=512 if block == 1 else 64, B=block,
+            FIRST=keys.first_T is not None, BETWEEN=len(keys.between) > 0,
             RAW=bounds is not None, OWN=own, K=k, K_PAD=pad(max(1, k)), NORMALISE=ask is not None and ask.normalise,
             num_warps=max(1, n_pad // 128) if block == 1 else 4,
         )  # fmt: skip

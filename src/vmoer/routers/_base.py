@@ -212,6 +212,12 @@ class Router(nn.Module):
         bias = layer.bias.to(x.dtype) if layer.bias is not None else None
         return F.linear(x, layer.weight.to(x.dtype), bias)
 
+    def features(self, x: Tensor, layer: nn.Linear, bias: Tensor) -> Tensor:
+        """ReLU(W x + b); on a GPU's way to the kernels the product itself applies the ReLU."""
+        if kernels.available(x) and not torch.is_grad_enabled():
+            return torch._addmm_activation(bias.to(x.dtype), x, layer.weight.to(x.dtype).mT)
+        return torch.relu(self.linear(x, layer))
+
 
 class Points(nn.Module):
     """The fixed points a router averages over, kept in float32 whatever the model is cast to.

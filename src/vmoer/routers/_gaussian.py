@@ -113,16 +113,9 @@ class AmortisedRouter(GaussianRouter):
             self.backbone.weight.copy_(backbone)
             self.heads.weight.copy_(heads)
 
-    def features(self, u_TD: Tensor) -> Tensor:
-        """ReLU(W u); on a GPU's way to the kernels the product itself applies the ReLU, if it has a bias to add too."""
-        if kernels.available(u_TD) and not torch.is_grad_enabled():
-            weight_HD = self.backbone.weight.to(u_TD.dtype)
-            return torch._addmm_activation(self.no_bias_H.to(u_TD.dtype), u_TD, weight_HD.mT)
-        return torch.relu(self.linear(u_TD, self.backbone))
-
     def infer(self, u_TD: Tensor) -> tuple[Tensor, ...]:
         """The heads' outputs split by `head_sizes`: in float32, but on a GPU, where the kernels read the model's dtype."""
-        features_TH = self.features(u_TD)
+        features_TH = self.features(u_TD, self.backbone, self.no_bias_H)
         if (
             self.entry_by_entry
             and len(u_TD) >= kernels.MANY

@@ -75,7 +75,7 @@ class VariationalTemperatureRouter(Router):
                 self.head.bias.fill_(self._inverse(config.prior_mean))
 
     def unbounded(self, u_TD: Tensor) -> Tensor:
-        return self.linear(torch.relu(self.linear(u_TD, self.backbone)), self.head).squeeze(-1)
+        return self.linear(self.features(u_TD, self.backbone, self.backbone.bias), self.head).squeeze(-1)
 
     def temperature(self, u_TD: Tensor) -> Tensor:
         low, high = self.config.t_min, self.config.t_max
@@ -95,7 +95,9 @@ class VariationalTemperatureRouter(Router):
         fixed, own = config.sampling == "fixed", config.weights == "own"
         if fixed and (keys := call.keys(config.seed)) is not None and kernels.available(u_TD):
             bounds, ask = (config.t_min, config.t_max), self.gate.ask()
-            fused = kernels.temper(logits_TN, self.unbounded(u_TD), keys, bounds=bounds, own=own, ask=ask)
+            features_TH = self.features(u_TD, self.backbone, self.backbone.bias)
+            head = self.head.weight[0], self.head.bias
+            fused = kernels.temper(logits_TN, features_TH, keys, bounds=bounds, head=head, own=own, ask=ask)
             if fused is not None:
                 posterior = self._posterior(fused.temperature_T, logits_TN)
                 return Routing(fused.select_TN, fused.scaled_TN, posterior, given=fused.chosen)
