@@ -34,9 +34,10 @@ def test_every_shape_and_layout(shape: tuple[str, int, int], samples: int) -> No
         assert relative_error(got, expected).max() < TOLERANCE
 
 
-def test_more_experts_than_a_tile_has_columns() -> None:
-    case = Case(3, 70)
-    eps_SN = noise.sobol_normal(16, 70, seed=6).to(DEVICE)
+@pytest.mark.parametrize("experts", [70, 132])
+def test_more_experts_than_a_tile_has_columns(experts: int) -> None:
+    case = Case(3, experts)
+    eps_SN = noise.sobol_normal(16, experts, seed=6).to(DEVICE)
     got = cholesky.average(case.mean_TN, case.raw_TC, eps_SN, shape=("expert", 16, 1)).logits_TN
     assert relative_error(got, cholesky.reference(case.mean_TN, case.raw_TC, eps_SN)).max() < TOLERANCE
 

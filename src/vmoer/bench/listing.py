@@ -19,7 +19,7 @@ class ListingRouter(FullCovarianceRouter):
     def forward(self, u_TD: Tensor, logits_TN: Tensor, call: Call, weight_ND: Tensor | None) -> Routing:
         n = self.gate.num_experts
         features_TH = torch.relu(self.linear(u_TD, self.backbone))
-        mean_head, cholesky_head = self.heads.weight.to(u_TD.dtype).split(self.head_sizes())
+        mean_head, cholesky_head = self.heads.weight.to(u_TD.dtype).split(self.sizes)
         shift_TN = (features_TH @ mean_head.mT).float()
         flat_TC = (features_TH @ cholesky_head.mT).float()
         row, column = torch.tril_indices(n, n, device=u_TD.device)

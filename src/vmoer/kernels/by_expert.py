@@ -6,7 +6,8 @@
 divides and averages. Nothing of size N S is ever held, and no thread needs another's sum. Both walks take one exponential an
 element, in one instruction as a power of two, around a guess of the result's size; where a guess was so poor that float32
 could not hold the sum, the program takes its sums again, safely. An expert's numbers are asked for while those before it are
-worked on. The first experts' rows are short: they take a product of half the width.
+worked on. The first experts' rows are short: a product is as wide as rows are there, from SHORTEST on, and twice as wide after
+each doubling, up to 128.
 
 Entries lie best one by one (strides 1, T), as heads computed as W h' rather than h W' leave them.
 """
@@ -32,7 +33,7 @@ from vmoer.kernels._tiles import (
     product,
 )
 
-COLUMNS = 64  # Cholesky entries a product takes at once
+SHORTEST = tl.constexpr(32)  # entries a product takes at least
 STAGES = tl.constexpr(3)  # experts, or groups of UNROLL, whose entries are on their way
 UNROLL = tl.constexpr(2)
 
@@ -92,10 +93,13 @@ def _points(eps_ptr, N: tl.constexpr, S: tl.constexpr, S_PAD: tl.constexpr, J: t
 @triton.jit
 def _totals(
     total_BS, top_B, mean_T, mean_n, shift_T, shift_n, raw_T, raw_c, eps_ptr, live, scale,
-    BEGIN: tl.constexpr, END: tl.constexpr, N: tl.constexpr, S: tl.constexpr, S_PAD: tl.constexpr, J: tl.constexpr,
-    SHIFT: tl.constexpr,
+    LEVEL: tl.constexpr, LEVELS: tl.constexpr, N: tl.constexpr, S: tl.constexpr, S_PAD: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """The first walk, from expert BEGIN to END: each sample's sum of 2^(l - top), l in units of log 2."""
+    """The first walk, through the experts whose rows a product of this level's width takes: each sample's sum of 2^(l - top),
+    l in units of log 2."""
+    J: tl.constexpr = SHORTEST << LEVEL
+    BEGIN: tl.constexpr = 0 if LEVEL == 0 else J // 2
+    END: tl.constexpr = N if LEVEL == LEVELS - 1 else J
     first_JS = _points(eps_ptr, N, S, S_PAD, J)
     mean_B, log_sd_B, eps_S = _numbers(
         BEGIN, mean_T, mean_n, shift_T, shift_n, raw_T, raw_c, eps_ptr, live, N, S, S_PAD, SHIFT
@@ -113,11 +117,13 @@ def _totals(
 @triton.jit
 def _averages(
     low_B, high_B, lse_BS, rest_B, t64, out_ptr, mean_T, mean_n, shift_T, shift_n, raw_T, raw_c, eps_ptr, live, scale,
-    BEGIN: tl.constexpr, END: tl.constexpr, N: tl.constexpr, S: tl.constexpr, S_PAD: tl.constexpr, J: tl.constexpr,
-    SHIFT: tl.constexpr,
+    LEVEL: tl.constexpr, LEVELS: tl.constexpr, N: tl.constexpr, S: tl.constexpr, S_PAD: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
     """The second walk: the sum of 2^(l - lse) over the points, written as a logarithm; and how small and large it was."""
     s = tl.arange(0, S_PAD)
+    J: tl.constexpr = SHORTEST << LEVEL
+    BEGIN: tl.constexpr = 0 if LEVEL == 0 else J // 2
+    END: tl.constexpr = N if LEVEL == LEVELS - 1 else J
     first_JS = _points(eps_ptr, N, S, S_PAD, J)
     mean_B, log_sd_B, eps_S = _numbers(
         BEGIN, mean_T, mean_n, shift_T, shift_n, raw_T, raw_c, eps_ptr, live, N, S, S_PAD, SHIFT
@@ -162,7 +168,7 @@ def _by_expert_kernel(
     mean_ptr, shift_ptr, raw_ptr, own_ptr, eps_ptr, out_ptr, tokens, scale,
     mean_t, mean_n, shift_t, shift_n, raw_t, raw_c, own_t, own_n,
     N: tl.constexpr, N_PAD: tl.constexpr, S: tl.constexpr, LOG_S: tl.constexpr, S_PAD: tl.constexpr,
-    FEW: tl.constexpr, J: tl.constexpr, B: tl.constexpr, SHIFT: tl.constexpr, OWN: tl.constexpr, SIGMOID: tl.constexpr,
+    LEVELS: tl.constexpr, J: tl.constexpr, B: tl.constexpr, SHIFT: tl.constexpr, OWN: tl.constexpr, SIGMOID: tl.constexpr,
 ):  # fmt: skip
     scale = tl.cast(scale, tl.float32)
     t = tl.program_id(0) * B + tl.arange(0, B)
@@ -186,30 +192,22 @@ def _by_expert_kernel(
             largest_B = _largest_mean(mean_T, mean_n, shift_T, shift_n, n, inside, N, SHIFT)
         top_B = largest_B * _LOG2_E
         total_BS = tl.zeros([B, S_PAD], tl.float32)
-        if FEW > 0:  # the first experts have few entries each
+        for level in tl.static_range(LEVELS):
             total_BS = _totals(
                 total_BS, top_B, mean_T, mean_n, shift_T, shift_n, raw_T, raw_c, eps_ptr, live, scale,
-                0, FEW, N, S, S_PAD, FEW, SHIFT,
+                level, LEVELS, N, S, S_PAD, SHIFT,
             )  # fmt: skip
-        total_BS = _totals(
-            total_BS, top_B, mean_T, mean_n, shift_T, shift_n, raw_T, raw_c, eps_ptr, live, scale,
-            FEW, N, N, S, S_PAD, J, SHIFT,
-        )  # fmt: skip
         lse_BS = tl.log2(total_BS)
         guess_B = tl.sum(tl.where(points, lse_BS, 0.0), 1) / S
         lse_BS = lse_BS - guess_B[:, None]
         rest_B = own_B - largest_B - guess_B / _LOG2_E - LOG_S
         low_B = tl.full([B], 1.0, tl.float32)
         high_B = tl.full([B], 1.0, tl.float32)
-        if FEW > 0:
+        for level in tl.static_range(LEVELS):
             low_B, high_B = _averages(
                 low_B, high_B, lse_BS, rest_B, t64, out_ptr, mean_T, mean_n, shift_T, shift_n, raw_T, raw_c, eps_ptr, live,
-                scale, 0, FEW, N, S, S_PAD, FEW, SHIFT,
+                scale, level, LEVELS, N, S, S_PAD, SHIFT,
             )  # fmt: skip
-        low_B, high_B = _averages(
-            low_B, high_B, lse_BS, rest_B, t64, out_ptr, mean_T, mean_n, shift_T, shift_n, raw_T, raw_c, eps_ptr, live,
-            scale, FEW, N, N, S, S_PAD, J, SHIFT,
-        )  # fmt: skip
         good_B = (low_B > 1e-30) & (high_B < 1e30)  # false for NaN
         exact = tl.min((good_B | (live == 0)).to(tl.int32), 0) == 0
     if exact:
@@ -268,13 +266,13 @@ def average(
     tokens, experts = mean_TN.shape
     out_TN = torch.empty(tokens, experts, dtype=torch.float32, device=mean_TN.device)
     shift, own = mean_TN if shift_TN is None else shift_TN, mean_TN if own_TN is None else own_TN
-    columns = min(COLUMNS, pad(experts, 16))
+    levels = min(3, max(1, pad(experts) // SHORTEST.value).bit_length())  # wider products would not fit the registers
     with on_device(mean_TN):
         _by_expert_kernel[(triton.cdiv(tokens, block),)](
             mean_TN, shift, raw_TC, own, eps_SN, out_TN, tokens, scale,
             *mean_TN.stride(), *shift.stride(), *raw_TC.stride(), *own.stride(),
             N=experts, N_PAD=pad(experts, 16), S=len(eps_SN), LOG_S=math.log(len(eps_SN)), S_PAD=pad(len(eps_SN), 16),
-            FEW=0 if columns < COLUMNS else COLUMNS // 2, J=columns, B=block,
+            LEVELS=levels, J=min(64, pad(experts, 16)), B=block,
             SHIFT=shift_TN is not None, OWN=own_TN is not None, SIGMOID=sigmoid, num_warps=warps,
         )  # fmt: skip
     return out_TN

@@ -90,7 +90,8 @@ class AmortisedRouter(GaussianRouter):
 
     def __init__(self, config: Any, gate: Gate, weight_ND: Tensor | None, layer: int, device: torch.device) -> None:
         super().__init__(config, gate, weight_ND, layer, device)
-        hidden, outputs = gate.hidden_size // 4, sum(self.head_sizes())
+        self.sizes = self.head_sizes()
+        hidden, outputs = gate.hidden_size // 4, sum(self.sizes)
         if outputs:
             self.backbone = nn.Linear(gate.hidden_size, hidden, bias=False, device=device, dtype=torch.float32)
             self.heads = nn.Linear(hidden, outputs, bias=False, device=device, dtype=torch.float32)
@@ -125,4 +126,4 @@ class AmortisedRouter(GaussianRouter):
             out = (self.heads.weight.to(features_TH.dtype) @ features_TH.mT).mT
         else:
             out = self.linear(features_TH, self.heads)
-        return (out if kernels.available(out) else out.float()).split(self.head_sizes(), dim=-1)
+        return (out if kernels.available(out) else out.float()).split(self.sizes, dim=-1)
