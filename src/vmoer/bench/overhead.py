@@ -122,7 +122,8 @@ class Decode:
         self.batch = batch
         self.cache = FullCache(model.config, batch)
         self.ids = torch.randint(model.config.vocab_size, (batch, 1), device=DEVICE)  # type: ignore[arg-type, union-attr]
-        self.positions = torch.full((batch, 1), CONTEXT - 1, device=DEVICE)
+        # rows at one position would share the noise that is keyed by it, and with it their experts
+        self.positions = torch.arange(CONTEXT - batch, CONTEXT, device=DEVICE).unsqueeze(1)
         self.mask = torch.ones(batch, 1, 1, CONTEXT, dtype=torch.bool, device=DEVICE)
 
     def of(self, model: nn.Module) -> Any:
