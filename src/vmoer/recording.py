@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from vmoer import kernels
 from vmoer.context import Pass
 from vmoer.errors import InputError
 from vmoer.following import Generation
@@ -181,7 +182,10 @@ class Record:
 
 def gate_entropy(method: Router, weight_TN: Tensor) -> Tensor:
     """Entropy of the experts' scores as a distribution, in nats, [T]."""
-    p_TN = method.gate.scoring.probabilities(weight_TN)
+    scoring = method.gate.scoring
+    if scoring.score == "softmax" and (fused := kernels.entropy(weight_TN)) is not None:
+        return fused
+    p_TN = scoring.probabilities(weight_TN)
     return torch.special.entr(p_TN).sum(-1)
 
 

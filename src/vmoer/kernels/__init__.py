@@ -12,7 +12,7 @@ Triton's interpreter on the CPU and, where there is one, on the GPU.
     cholesky      vglr-fc, N up to 256           low_rank      vglr-mf, vglr-lr and laplace, N up to 512
     temperature   vtsr
     sample        one differentiable draw a token without the factor      select     Top-K and gate weights by themselves
-    quadratic     novelty, u' A^-1 u, rank up to 256
+    quadratic     novelty, u' A^-1 u, rank up to 256            entropies  of the experts' scores
 """
 
 import importlib.util
@@ -123,6 +123,15 @@ def temper(
     return temperature.temper(logits_TN, x_T, keys, bounds=bounds, head=head, own=own, ask=ask)
 
 
+def entropy(logits_TN: Tensor) -> Tensor | None:
+    """The entropy of softmax(logits), in nats (vmoer.kernels.entropies), or None."""
+    if not _usable(logits_TN) or logits_TN.dim() != 2 or logits_TN.shape[-1] > 1024:
+        return None
+    from vmoer.kernels import entropies
+
+    return entropies.entropy(logits_TN)
+
+
 def novelty(u_TD: Tensor, basis_RD: Tensor, inverse_R: Tensor, rest: Tensor) -> Tensor | None:
     """u' A^-1 u (vmoer.kernels.quadratic.novelty), or None."""
     if not _usable(u_TD, basis_RD, inverse_R, rest) or len(basis_RD) > 256 or basis_RD.dtype != torch.float32:
@@ -140,6 +149,7 @@ __all__ = [
     "available",
     "average",
     "enabled",
+    "entropy",
     "expected_sigmoid_logit",
     "log_expected_softmax",
     "novelty",
