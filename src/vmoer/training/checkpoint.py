@@ -23,8 +23,9 @@ def state_of(trainable: dict[str, nn.Parameter], model: nn.Module) -> dict[str, 
     """Copies on the CPU of what is trained and of the routers' filled buffers."""
     out = {f"param/{name}": whole(p) for name, p in trainable.items()}
     for layer, router in routers_of(model).items():
+        kept = router.state_dict()  # without what is made anew: points, constants
         for name, buffer in router.named_buffers():
-            if buffer.numel() and "points" not in name and "novelty" not in name:
+            if buffer.numel() and name in kept and "novelty" not in name:
                 out[f"buffer/{layer}.{name}"] = whole(buffer)
     return out
 
