@@ -24,17 +24,19 @@ def prepared(name: str) -> Any:
     return model
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("side", ["left", "right", "none"])
 @pytest.mark.parametrize("name", NAMES)
-def test_equals_rows_of_their_own(name: str, side: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equals_rows_of_their_own(name: str, side: str, attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = prepared(name)
+    model.set_attn_implementation(attention)
     batch = tiny.batch((9, 9) if side == "none" else (9, 6, 11), side="left" if side == "none" else side)
     if side == "none":
         del batch["attention_mask"]
     with vmoer.record(model) as shared_record, monkeypatch.context() as patch:
         patch.setattr(averaging, "_over_cache", lambda *a: pytest.fail("not in one pass"))
         shared = passes_over(model, batch)
-    assert model.config._attn_implementation == "sdpa"
+    assert model.config._attn_implementation == attention
     attached(model).shares_prompts = False
     with vmoer.record(model) as record:
         apart = passes_over(model, batch)
@@ -48,6 +50,9 @@ def test_equals_rows_of_their_own(name: str, side: str, monkeypatch: pytest.Monk
     real = torch.ones(record.passes[0][0].shape, dtype=torch.bool) if side == "none" else record.passes[0][0].mask_BT
     entropies = [entry.signals["gate_entropy"].view(real.shape)[real] for entry in (prompt, prompt_apart)]
     torch.testing.assert_close(*entropies, atol=2e-5, rtol=0)
+    if side != "none":
+        masks = [r.passes[0][0].mask_BT for r in (shared_record, record)]
+        assert torch.equal(*masks)
 
 
 def test_a_model_with_attention_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,9 +77,10 @@ def test_a_model_with_attention_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
     assert model.config._attn_implementation == "sdpa"
 
 
-@pytest.mark.parametrize("name", ["granitemoe", "gpt_oss", "granitemoehybrid"])
-def test_other_attention_is_left_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["gpt_oss", "granitemoehybrid"])
+def test_layers_that_see_less_take_rows_of_their_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = vmoer.attach(tiny.model(name).eval(), vmoer.MeanField(prior_scale=2.0))
-    model.set_attn_implementation("eager")
-    monkeypatch.setattr(averaging, "attending", lambda *a: pytest.fail("not plain attention"))
+    monkeypatch.setattr(
+        averaging, "_in_one_pass", lambda *a: pytest.fail("a window, or a state, is not a softmax over all")
+    )
     assert passes_over(model, tiny.batch((7, 7), side="left")).isfinite().all()

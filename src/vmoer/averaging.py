@@ -11,7 +11,7 @@ Shapes: M passes, B prompts, V answers (the vocabulary, or the tokens asked for)
 
 import inspect
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any, Literal
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from vmoer.attach import attached, gates_of, sampled
 from vmoer.context import documents
 from vmoer.errors import InputError
-from vmoer.shared_prompt import Copies, NotPlain, attending
+from vmoer.shared_prompt import Copies, NotPlain, attending, sees
 
 Averaging = Literal["router", "answer", "full"]
 PLAIN = ("sdpa", "flash_attention_2", "flash_attention_3")  # one function for all models, which does nothing else
@@ -156,16 +156,26 @@ def _in_one_pass(
     last = torch.arange(columns - 1, columns - 1 + passes, device=ids_BT.device)
     kept = {"logits_to_keep": last} if keeps_logits(model) else {}  # by number: a slice is multiplied prompt by prompt
     numbers = torch.arange(passes, device=ids_BT.device).expand(len(ids_BT), passes)
-    with sampled(model, numbers), attending(model, copies), suppress(NotPlain):
+    config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
+    by_mask = config._attn_implementation == "eager"
+    mask = None if mask_BT is None else repeated(mask_BT)
+    given = mask
+    if by_mask:
+        dtype = next(model.parameters()).dtype
+        seen = sees(copies, columns - 1 + passes, ids_BT.device)
+        given = (~seen).to(dtype) * torch.finfo(dtype).min
+    with sampled(model, numbers), nullcontext() if by_mask else attending(model, copies), suppress(NotPlain):
         out = model(
             input_ids=repeated(ids_BT),
-            attention_mask=None if mask_BT is None else repeated(mask_BT),
+            attention_mask=given,
             position_ids=repeated(positions_BT),
             use_cache=False,
             **kept,
         )
-        layers: int = model.config.get_text_config().num_hidden_layers  # type: ignore[assignment, operator, union-attr]
-        if len(copies.seen) == layers:
+        if by_mask and attachment.record is not None and mask is not None:
+            (prompts, _), (drawn, _) = attachment.record.passes[recorded:]  # a mask of four dimensions does not say
+            prompts.mask_BT, drawn.mask_BT = mask.bool().split([columns - 1, passes], 1)
+        if by_mask or len(copies.seen) == config.num_hidden_layers:
             return out.logits[:, -passes:]
     attachment.shares_prompts = False
     if attachment.record is not None:
@@ -205,7 +215,7 @@ def shares_prompts(model: Any) -> bool:
             and all(not gate.arguments for gate in gates_of(model))
         )
     implementation = getattr(model.config.get_text_config(), "_attn_implementation", None)
-    return implementation in PLAIN and attachment.shares_prompts
+    return implementation in (*PLAIN, "eager") and attachment.shares_prompts
 
 
 def _log_probs(logits_MBV: Tensor, tokens: Tensor | list[int] | None) -> Tensor:

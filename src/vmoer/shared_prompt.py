@@ -2,9 +2,10 @@
 
     s = c q'k,    z = log sum_t exp(c q'k_t) over the prompt,    o = (e^z o_prompt + e^s v) / (e^z + e^s)
 
-A mask can say the same, but masked attention is slow and repeats the keys for every head of a group. Here the model's own
-causal attention runs over all columns, which is right for the prompt; the copies' columns are then written over: the copies,
-and the heads that share their keys, are the queries of one plain attention over the prompt, which answers with z as well.
+A mask can say the same (`sees`), and does where a model has eager attention of its own; but masked attention is slow and
+repeats the keys for every head of a group. Here the model's own causal attention runs over all columns, which is right for the
+prompt; the copies' columns are then written over: the copies, and the heads that share their keys, are the queries of one plain
+attention over the prompt, which answers with z as well.
 
 Shapes: B prompts, H heads, G heads a key head, T tokens of a prompt, M copies, D of a head.
 """
@@ -69,7 +70,7 @@ def attention(
     if any(more.get(name) is not None for name in ("softcap", "s_aux", "position_bias")):
         raise NotPlain
     copies.seen.add(module.layer_idx)  # type: ignore[arg-type]
-    mask = None if copies.mask_BT is None else _causal(copies)
+    mask = None if copies.mask_BT is None else sees(copies, query.shape[2], query.device)
     out, _ = sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **more)
     out[:, -copies.count :] = _of_copies(
         query, key, value, copies, query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -77,12 +78,15 @@ def attention(
     return out, None
 
 
-def _causal(copies: Copies) -> Tensor:
-    """Who sees whom among prompts and copies, [B, 1, T + M, T + M], right for the prompts alone; padding sees itself."""
-    assert copies.mask_BT is not None
+def sees(copies: Copies, columns: int, device: torch.device) -> Tensor:
+    """Who sees whom among a prompt's tokens and copies, [B or 1, 1, T + M, T + M]; padding sees itself."""
+    both = torch.ones(columns, columns, dtype=torch.bool, device=device).tril()
+    itself = torch.eye(columns, dtype=torch.bool, device=device)
+    both[-copies.count :, -copies.count :] = itself[-copies.count :, -copies.count :]
+    if copies.mask_BT is None:
+        return both[None, None]
     real = torch.nn.functional.pad(copies.mask_BT.bool(), (0, copies.count), value=True)
-    both = torch.ones(real.shape[1], real.shape[1], dtype=torch.bool, device=real.device)
-    return ((both.tril() & real[:, None, :]) | torch.eye(len(both), dtype=torch.bool, device=real.device)).unsqueeze(1)
+    return ((both & real[:, None, :]) | itself).unsqueeze(1)
 
 
 def _of_copies(query: Tensor, key: Tensor, value: Tensor, copies: Copies, scale: float) -> Tensor:
