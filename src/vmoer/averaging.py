@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from vmoer.attach import attached, gates_of, sampled
 from vmoer.context import documents
 from vmoer.errors import InputError
-from vmoer.shared_prompt import Copies, NotPlain, attending, sees
+from vmoer.shared_prompt import Copies, NotPlain, attending
 
 Averaging = Literal["router", "answer", "full"]
 PLAIN = ("sdpa", "flash_attention_2", "flash_attention_3")  # one function for all models, which does nothing else
@@ -151,8 +151,8 @@ def _in_one_pass(
 
     attachment = attached(model)
     recorded = 0 if attachment.record is None else len(attachment.record.passes)
-    copies = Copies(passes, None if mask_BT is None else mask_BT[:, :-1])
     columns = ids_BT.shape[1]
+    copies = Copies(passes, columns - 1, None if mask_BT is None else mask_BT[:, :-1], ids_BT.device)
     last = torch.arange(columns - 1, columns - 1 + passes, device=ids_BT.device)
     kept = {"logits_to_keep": last} if keeps_logits(model) else {}  # by number: a slice is multiplied prompt by prompt
     numbers = torch.arange(passes, device=ids_BT.device).expand(len(ids_BT), passes)
@@ -162,8 +162,7 @@ def _in_one_pass(
     given = mask
     if by_mask:
         dtype = next(model.parameters()).dtype
-        seen = sees(copies, columns - 1 + passes, ids_BT.device)
-        given = (~seen).to(dtype) * torch.finfo(dtype).min
+        given = (~copies.sees).to(dtype) * torch.finfo(dtype).min
     with sampled(model, numbers), nullcontext() if by_mask else attending(model, copies), suppress(NotPlain):
         out = model(
             input_ids=repeated(ids_BT),

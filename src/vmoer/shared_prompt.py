@@ -2,7 +2,7 @@
 
     s = c q'k,    z = log sum_t exp(c q'k_t) over the prompt,    o = (e^z o_prompt + e^s v) / (e^z + e^s)
 
-A mask can say the same (`sees`), and does where a model has eager attention of its own; but masked attention is slow and
+A mask can say the same (`Copies.sees`), and does where a model has eager attention of its own; but masked attention is slow and
 repeats the keys for every head of a group. Here the model's own causal attention runs over all columns, which is right for the
 prompt; the copies' columns are then written over: the copies, and the heads that share their keys, are the queries of one plain
 attention over the prompt, which answers with z as well.
@@ -10,6 +10,7 @@ attention over the prompt, which answers with z as well.
 Shapes: B prompts, H heads, G heads a key head, T tokens of a prompt, M copies, D of a head.
 """
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,11 +24,24 @@ NAME = "vmoer_shared_prompt"
 
 @dataclass
 class Copies:
-    """How many copies stand behind the prompts, which of the prompts' tokens are real, and the layers that have come here."""
+    """How many copies stand behind prompts of so many tokens, which of these are real, and the layers that have come here."""
 
     count: int
+    tokens: int
     mask_BT: Tensor | None
+    device: torch.device
     seen: set[int] = field(default_factory=set)
+
+    @functools.cached_property
+    def sees(self) -> Tensor:
+        """Who sees whom among a prompt's tokens and copies, [B or 1, 1, T + M, T + M]; padding sees itself."""
+        itself = torch.eye(self.tokens + self.count, dtype=torch.bool, device=self.device)
+        both = torch.ones_like(itself).tril()
+        both[self.tokens :] &= itself[self.tokens :] | (torch.arange(len(itself), device=self.device) < self.tokens)
+        if self.mask_BT is None:
+            return both[None, None]
+        real = torch.nn.functional.pad(self.mask_BT.bool(), (0, self.count), value=True)
+        return ((both & real[:, None, :]) | itself).unsqueeze(1)
 
 
 class NotPlain(Exception):
@@ -70,7 +84,7 @@ def attention(
     if any(more.get(name) is not None for name in ("softcap", "s_aux", "position_bias")):
         raise NotPlain
     copies.seen.add(module.layer_idx)  # type: ignore[arg-type]
-    mask = None if copies.mask_BT is None else sees(copies, query.shape[2], query.device)
+    mask = None if copies.mask_BT is None else copies.sees.to(query.device)  # layers may lie on several
     out, _ = sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **more)
     out[:, -copies.count :] = _of_copies(
         query, key, value, copies, query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -78,22 +92,12 @@ def attention(
     return out, None
 
 
-def sees(copies: Copies, columns: int, device: torch.device) -> Tensor:
-    """Who sees whom among a prompt's tokens and copies, [B or 1, 1, T + M, T + M]; padding sees itself."""
-    both = torch.ones(columns, columns, dtype=torch.bool, device=device).tril()
-    itself = torch.eye(columns, dtype=torch.bool, device=device)
-    both[-copies.count :, -copies.count :] = itself[-copies.count :, -copies.count :]
-    if copies.mask_BT is None:
-        return both[None, None]
-    real = torch.nn.functional.pad(copies.mask_BT.bool(), (0, copies.count), value=True)
-    return ((both & real[:, None, :]) | itself).unsqueeze(1)
-
-
 def _of_copies(query: Tensor, key: Tensor, value: Tensor, copies: Copies, scale: float) -> Tensor:
     """[B, M, H, D of values]"""
-    tokens = query.shape[2] - copies.count
+    tokens = copies.tokens
+    mask_BT = None if copies.mask_BT is None else copies.mask_BT.to(query.device)
     q = query[:, :, tokens:].unflatten(1, (key.shape[1], -1))
-    out, z = _over_prompt(q.flatten(2, 3), key[:, :, :tokens], value[:, :, :tokens], copies.mask_BT, scale)
+    out, z = _over_prompt(q.flatten(2, 3), key[:, :, :tokens], value[:, :, :tokens], mask_BT, scale)
     s = scale * (q.float() * key[:, :, None, tokens:]).sum(-1)
     itself = torch.sigmoid(s - z.view_as(s)).unsqueeze(-1)
     out = torch.lerp(out.unflatten(2, q.shape[2:4]).float(), value[:, :, None, tokens:].float(), itself)

@@ -22,7 +22,7 @@ def test_attention(dtype: torch.dtype, padded: bool) -> None:
     if padded:
         mask_BT[0, :20] = 0
         mask_BT[2, :76] = 0
-    _current.append(Copies(m, mask_BT if padded else None))
+    _current.append(Copies(m, t, mask_BT if padded else None, mask_BT.device))
     try:
         module = SimpleNamespace(layer_idx=0, num_key_value_groups=g, is_causal=True)
         out, _ = attention(module, q, k, v, None, scaling=0.3)  # type: ignore[arg-type]
