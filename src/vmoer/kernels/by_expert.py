@@ -218,23 +218,8 @@ def _by_expert_kernel(
             total = tl.zeros([B, S_PAD], tl.float32)
             for i in range(N):
                 logits_BS = _expert(
-                    i,
-                    mean_T,
-                    mean_n,
-                    shift_T,
-                    shift_n,
-                    raw_T,
-                    raw_c,
-                    eps_ptr,
-                    first_JS,
-                    live,
-                    scale,
-                    N,
-                    S,
-                    S_PAD,
-                    J,
-                    SHIFT,
-                )
+                    i, mean_T, mean_n, shift_T, shift_n, raw_T, raw_c, eps_ptr, first_JS, live, scale, N, S, S_PAD, J, SHIFT
+                )  # fmt: skip
                 top, total = add_exp(top, total, logits_BS)
             lse_BS = top + tl.log(total)
         for i in range(N):

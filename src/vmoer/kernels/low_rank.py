@@ -225,7 +225,7 @@ def _shape(tokens: int, n_pad: int, s_pad: int, rank: int) -> tuple[str, int, in
     if tokens < MANY:
         return "token", 1, min(16, max(4, n_pad * s_pad // 1024))
     if rank:
-        return "token", 4, max(1, n_pad * s_pad // 2048)
+        return "token", 4, max(1, n_pad * s_pad // 4096)
     return "point", 8, 2 if n_pad >= 64 else 4
 
 
