@@ -18,6 +18,7 @@ def test_entropy(tokens: int, experts: int, size: float, dtype: torch.dtype) -> 
     torch.testing.assert_close(entropy(logits_TN).double(), reference(logits_TN), rtol=1e-5, atol=1e-5)
     columns = logits_TN.t().contiguous().t()  # other strides, the same numbers
     torch.testing.assert_close(entropy(columns), entropy(logits_TN), rtol=0, atol=0)
+    torch.testing.assert_close(entropy(logits_TN[:1]), entropy(logits_TN)[:1], rtol=0, atol=0)
 
 
 def test_ends_of_its_range() -> None:
