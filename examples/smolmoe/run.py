@@ -170,7 +170,17 @@ def attempt(work: Callable[[], None]) -> str:
         if os.environ.get("VMOER_DEBUG"):
             traceback.print_exc()
         return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    finally:
+        _give_back()
     return ""
+
+
+def _give_back() -> None:
+    """The next job of another process may need the memory that this one keeps for later."""
+    import torch
+
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def _needed(wanted: Sequence[Job]) -> list[Job]:
