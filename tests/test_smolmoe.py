@@ -52,7 +52,7 @@ def test_the_list_is_in_order_and_complete(place: tuple[str, str], tmp_path: Pat
     names = [job.name for job in found]
     assert len(set(names)) == len(names)
     assert [tier for i, tier in enumerate(job.tier for job in found) if i == 0 or found[i - 1].tier != tier] == [
-        *("main", "paper", "tasks", "factors", "layers")
+        *("main", "paper", "tasks", "factors", "layers", "paper-tasks")
     ]
     for i, job in enumerate(found):
         assert set(job.needs) <= set(names[:i]), job.name
@@ -82,7 +82,7 @@ def test_the_list_is_in_order_and_complete(place: tuple[str, str], tmp_path: Pat
     ]
     questions = listed.questions(settings.study("openbookqa"), validation=False)
     assert {q.task for q in questions} == {"openbookqa", "arc_easy", "arc_challenge", "medmcqa", "mmlu_law"}
-    # 16 questions in batches of 32 for 10 epochs, but 1 - 0.2 of them belong to stage 1
+    # 16 questions in one batch for 10 epochs, but 1 - 0.2 of them belong to stage 1
     assert next(job for job in found if job.name == "openbookqa: vtsr, seed 0").steps == 10
     assert next(job for job in found if job.name == "openbookqa: vtsr@paper, seed 0").steps == 10
 

@@ -18,7 +18,7 @@ from vmoer.errors import RunError
 from vmoer.predict import predict_task
 from vmoer.studies import Study, brittleness, factors, layer_count, layer_placement, stability
 from vmoer.studies._grid import Cell, compute
-from vmoer.studies._variants import _train, moe_layers, parse, prepare, tempered
+from vmoer.studies._variants import _train, moe_layers, parse, prepare
 from vmoer.train import PRESETS, Plan, Running, Workers
 from vmoer.training.data import held_out_share
 
@@ -29,8 +29,10 @@ SHIFTS = {"arc_easy": 500, "arc_challenge": 500, "mmlu_law": 500, "medmcqa": 100
 that the ablations over layers report."""
 HEADS = ("map", "vglr-fc", "vglr-mf", "vtsr", "mean-only", "temp-scale", "laplace", "fixed-noise", "vglr-lr", "mcdr")
 HEADS += ("swag", "map-early")
-TIERS = ("main", "paper", "tasks", "factors", "layers")
+TIERS = ("main", "paper", "tasks", "factors", "layers", "paper-tasks")
 PAPER = ("map@paper", "vglr-fc@paper", "vglr-mf@paper", "vtsr@paper")
+WHOLE = ("vglr-fc", "vglr-mf", "vtsr", "mcdr", "laplace", "fixed-noise")
+"""Methods that are averaged over whole passes too: most of the time that answering takes."""
 LONG = {"mmlu_law": 4}  # prompts so many times longer than the others'
 STEP, FORWARD, OPEN = (
     0.05,
@@ -53,6 +55,8 @@ class Job:
     """Run folders that may go once no job that is still to do lists them."""
     steps: int = 0
     passes: float = 0.0
+    room: int = 1
+    """How many processes' share of the memory it takes."""
 
     @property
     def done(self) -> bool:
@@ -72,8 +76,8 @@ class Settings:
     limit: int = 5000  # the paper's training sets
     averaging: tuple[str, ...] = ("router", "answer", "full")
     heads: tuple[str, ...] = (*HEADS, *PAPER)
-    stage1: Plan = dataclasses.field(default_factory=lambda: Plan(epochs=3, lr=5e-4, batch_size=32))
-    stage2: Plan = dataclasses.field(default_factory=lambda: Plan(epochs=10, lr=1e-3, batch_size=32, patience=3))
+    stage1: Plan = dataclasses.field(default_factory=lambda: Plan(epochs=3, lr=7e-4, batch_size=64))
+    stage2: Plan = dataclasses.field(default_factory=lambda: Plan(epochs=10, lr=2e-3, batch_size=64, patience=3))
     passes: int = 8
     batch_tokens: int = 32768
     factor_seeds: int = 2
@@ -114,7 +118,7 @@ def label_job(study: Study, head: str, labels: Sequence[str], seed: int, tokens:
         changes = {} if parse(head)[0] in ("map", "map-early") else {"running": _running()}
         opened = prepare(study, head, seed, **changes)
         for label in missing:
-            asked = questions(study, validation=tempered(label))
+            asked = questions(study, validation=parse(label)[1] == "default")
             averaging: Any = parse(label)[2]
             predict_task(
                 opened.model,
@@ -138,7 +142,7 @@ def cell_job(study: Study, cell: Cell) -> None:
 
 
 def questions(study: Study, validation: bool) -> list[tasks.Question]:
-    """Test of the task and of its shifts; validation where an output temperature is to be fitted."""
+    """Test of the task and of its shifts; validation where something is to be fitted to the answers."""
     out = study.questions(study.task, "test")
     for shift in study.ood:
         most = min(SHIFTS[shift], study.limit or SHIFTS[shift])
@@ -164,9 +168,10 @@ def jobs(settings: Settings, tiers: Sequence[str] = TIERS) -> list[Job]:
     parts: dict[str, Callable[[], list[Job]]] = {
         "main": lambda: [*_labels(settings, "main", SOURCE, own), *_brittleness(settings)],
         "paper": lambda: _labels(settings, "paper", SOURCE, papers),
-        "tasks": lambda: [job for task in OTHERS for job in _labels(settings, "tasks", task, [*own, *papers])],
+        "tasks": lambda: [job for task in OTHERS for job in _labels(settings, "tasks", task, own)],
         "factors": lambda: _factors(settings),
         "layers": lambda: _layers(settings),
+        "paper-tasks": lambda: [job for task in OTHERS for job in _labels(settings, "paper-tasks", task, papers)],
     }
     wanted = [job for tier in TIERS if tier in tiers for job in parts[tier]()]
     out: list[Job] = []
@@ -190,7 +195,7 @@ def _stages(settings: Settings) -> dict[str, Job]:
                 name = _stage_name(task, preset, seed)
                 steps = _steps(settings, task, 1 - share, settings.stage1)
                 work, leaves = partial(first_stage, study, preset, seed), (source(study, preset, seed) / "run.json",)
-                out[name] = Job("", name, f"stage 1 {task}", work, leaves, steps=steps)
+                out[name] = Job("", name, f"stage 1 {task}", work, leaves, steps=steps, room=2)
     return out
 
 
@@ -206,7 +211,8 @@ def _labels(settings: Settings, tier: str, task: str, heads: Iterable[str]) -> l
         key, preset, _ = parse(head)
         labels = [head]
         if key not in ("map", "map-early", "mean-only"):
-            labels += [f"{head}+{kind}" for kind in settings.averaging if kind != "router"]
+            kinds = [kind for kind in settings.averaging if kind != "router" and (kind != "full" or key in WHOLE)]
+            labels += [f"{head}+{kind}" for kind in kinds]
         for seed in settings.seeds:
             cells = [stable[head, seed]] if (head, seed) in stable else []
             made = [predictions(study, label, seed) / "meta.json" for label in labels]

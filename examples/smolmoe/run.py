@@ -140,7 +140,7 @@ def execute(wanted: Sequence[Job], workers: int, end: float | None, out: Path, k
             waiting = {job.name for job in todo} | {job.name for job, _ in running.values()}
             for job in [job for job in todo if not (waiting | failed.keys()).intersection(job.needs)]:
                 late = end is not None and time.monotonic() + took.get(job.kind, 0.0) > end
-                if len(running) >= workers:
+                if running and sum(other.room for other, _ in running.values()) + job.room > workers:
                     break
                 if not late:
                     todo.remove(job)

@@ -63,7 +63,8 @@ class VariationalGate(nn.Module):
         current = attachment.current(u_TD)
         if attachment.collector is not None:
             attachment.collector(self.vmoer_layer, u_TD, logits_TN, current)
-            return out
+            if method.needs_fit:  # it cannot route yet; what it takes its covariance from is the model's own routing
+                return out
         if method.needs_fit and not method.fitted and not attachment.checking:
             raise RunError(f"{method.config.key} has seen no data yet: call vmoer.fit(model, batches) first")
         routing = method(u_TD, logits_TN, self._call(current), gates.router_weight(self, gate))

@@ -46,9 +46,12 @@ def fit(
     damping: float = 1.0,
     rank: int | None = None,
 ) -> nn.Module:
-    """Run the batches through the model's own routing once and set every attached router's novelty statistics.
+    """Run the batches through the model once and set every attached router's novelty statistics.
 
-    `tokens="last"` counts each prompt's last token alone: the sharper reference where signals are read there.
+    The method routes, as it will when novelty is asked for: the states behind a router that averages are not those behind the
+    model's own, and measured against those every prompt would be new. Laplace, which cannot route before this, starts from the
+    model's own routing. `tokens="last"` counts each prompt's last token alone: the sharper reference where signals are read
+    there.
     """
     if damping <= 0:
         raise InputError(f"damping={damping} must be positive")
@@ -67,7 +70,11 @@ def fit(
                 keep_BT = torch.zeros_like(keep_BT).scatter(1, last_positions(inputs).unsqueeze(1), True)
             sums.keep_T = keep_BT.reshape(-1)
             sums.count += int(keep_BT.sum())
-            model(**inputs, **last, use_cache=False)  # with a cache transformers would not keep packed documents apart
+            with torch.random.fork_rng([device] if device.type == "cuda" else []):  # for methods that draw fresh noise
+                torch.manual_seed(0)
+                model(
+                    **inputs, **last, use_cache=False
+                )  # with a cache transformers would not keep packed documents apart
     finally:
         attachment.collector = None
         model.train(training)

@@ -1,6 +1,8 @@
 """`vmoer bench` on a model of two layers: every row that the results need, ratios within a round, geometries that stay."""
 
+import copy
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -77,3 +79,20 @@ def test_a_clock_that_drifts_leaves_the_ratios_alone(monkeypatch: pytest.MonkeyP
         assert len(values) == 4
         for own, around in values:
             assert own / around == pytest.approx(cost[name], rel=1e-9)
+
+
+def test_the_committed_results_hold_every_bound_and_a_worse_one_would_not() -> None:
+    root = Path(__file__).parent.parent.parent
+    sys.path.insert(0, str(root / "benchmarks"))
+    import overhead_claims
+
+    report = json.loads((root / "results" / "overhead" / "h200.json").read_text())
+    assert all(passed for passed, _ in overhead_claims.lines(report))
+    for row in report["rows"]:
+        if (row["geometry"], row["method"], row["phase"]) == ("granite-3b", "vglr-fc", "prefill"):
+            worse = copy.deepcopy(report)
+            worse["rows"][report["rows"].index(row)]["time_ratio"] = 1.02
+            failed = [line for passed, line in overhead_claims.lines(worse) if not passed]
+            assert [line.split(":")[0] for line in failed] == (
+                ["vglr-fc, prefill", "listing over vglr-fc", "mcdr over vglr-fc"] if row["tokens"] == 16384 else []
+            )

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import vmoer
 from vmoer import gates, integrals
-from vmoer.attach import routers_of
+from vmoer.attach import routers_of, switched_off
 from vmoer.errors import InputError
 from vmoer.routers import Call, methods
 
@@ -244,6 +244,26 @@ def test_laplace_is_a_bayesian_linear_model() -> None:
         expected = scale**2 * spread[t] * torch.eye(6, dtype=torch.float64)
         torch.testing.assert_close(torch.stack(columns).double(), expected, rtol=1e-4, atol=1e-7)
     torch.testing.assert_close(r.novelty(new).double(), spread, rtol=1e-4, atol=0)
+
+
+def test_novelty_is_measured_on_the_states_of_the_method_s_own_routing() -> None:
+    """Oracle: float64 sums over what enters the last router when the attached model is simply run."""
+    model, batch = tiny.model("granitemoe"), tiny.batch()
+    last = gates.find(model)[-1]
+    inputs: list[Tensor] = []
+    vmoer.attach(model, vmoer.MeanField(prior_scale=3.0))
+    last.router.register_forward_pre_hook(lambda m, args: inputs.append(args[0].reshape(-1, 32).double()))
+    with torch.no_grad():
+        model(**batch)
+        with switched_off(model):
+            model(**batch)
+    vmoer.fit(model, [batch])
+    real = batch["attention_mask"].reshape(-1).bool()
+    ours, plain = (x[real].mT @ x[real] + torch.eye(32, dtype=torch.float64) for x in inputs[:2])
+    assert (ours - plain).abs().max() > 1e-3  # at this width the method routes otherwise
+    new = torch.randn(20, 32)
+    spread = (new.double() @ torch.linalg.inv(ours) * new.double()).sum(-1)
+    torch.testing.assert_close(routers_of(model)[last.layer].novelty(new).double(), spread, rtol=1e-4, atol=0)
 
 
 def test_laplace_curvature_against_its_formula() -> None:

@@ -106,7 +106,7 @@ def prepare(study: Study, label: str, seed: int, *, layers: str | None = None, *
     if not (embedded and key in STATES):
         _train(study, "map", preset=preset, out=source, seed=seed)
     if key in STATES:
-        name: str | Path = source / key
+        name: str | Path = source if key == "map" else source / key  # the run itself: stage 1's end, with its novelty
         if embedded:
             name = study.model if key == "map" else f"{study.model}-{key}"
         opened = open_model(name, device=study.device, dtype=study.dtype)
