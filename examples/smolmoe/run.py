@@ -26,6 +26,7 @@ from typing import Any
 
 from jobs import HEADS, PAPER, TIERS, Job, Settings, jobs
 from packing import drop, merged, pack, unpack
+from tempering import tempered
 
 from vmoer.errors import InputError
 from vmoer.train import Plan
@@ -281,7 +282,7 @@ def results(out: Path) -> Path:
         folders = sorted(meta.parent for meta in task.glob("*/meta.json"))
         if folders:
             (place / task.name).mkdir(parents=True, exist_ok=True)
-            (place / task.name / "predictions.parquet").write_bytes(merged(folders, task))
+            (place / task.name / "predictions.parquet").write_bytes(merged(folders, task, tempered))
             meta = [json.loads((folder / "meta.json").read_text()) for folder in folders]
             keys = ("model", "source_task", "ood_tasks", "split", "dtype", "device", "versions", "passes")
             (place / task.name / "meta.json").write_text(
