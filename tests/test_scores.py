@@ -163,6 +163,17 @@ def test_differences_are_paired(study):
     assert (row["value"], row["low"], row["high"]) == pytest.approx(expected)
 
 
+def test_the_paper_s_protocol_is_compared_with_its_own_stage_1(tmp_path):
+    cells = [cell("own", method) for method in ("map", "map@paper", "vglr-fc", "vglr-fc@paper", "vglr-fc@paper+full")]
+    rows = scores.score(save(tmp_path, *cells), draws=20)
+    for method in ("vglr-fc@paper", "vglr-fc@paper+full"):
+        difference = find(rows, "nll", method)["value"] - find(rows, "nll", "map@paper")["value"]
+        assert find(rows, "nll_minus_map@paper", method)["value"] == pytest.approx(difference)
+    assert {row["method"] for row in rows if row["metric"].endswith("minus_map@paper")} == {
+        *("vglr-fc@paper", "vglr-fc@paper+full")
+    }
+
+
 def test_over_seeds_is_the_nested_bootstrap(tmp_path):
     """Oracle: metrics.bootstrap on [seeds, n], which draws the seeds from another stream: the ends agree up to noise."""
     cells = [cell("own", seed=seed) for seed in (0, 1)]

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from train_workers import world
 
-from vmoer import metrics
+from vmoer import metrics, scores
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "smolmoe"
 sys.path.insert(0, str(EXAMPLE))
@@ -22,6 +23,7 @@ import jobs as listed  # noqa: E402
 import packing  # noqa: E402
 import run as example  # noqa: E402
 import tempering  # noqa: E402
+import verdicts  # noqa: E402
 
 QUICK = ["--limit", "16", "--stage1-epochs", "1", "--stage2-epochs", "1", "--passes", "2", "--workers", "1"]
 
@@ -158,6 +160,70 @@ def test_without_differences_in_novelty_it_is_temperature_scaling() -> None:
         1
     )  # more certain where it is new: not taken
     assert tempering.fit(log_probs, easier, novel)[1] == 0
+
+
+# -- verdicts ----------------------------------------------------------------------------------------------------------
+
+
+def world_of_answers(results: Path, worse: float = 0.0) -> Path:
+    """Four tasks and a shift where map is overconfident by 3, and vglr-fc is not; with `worse` vglr-fc loses accuracy."""
+    for task in verdicts.TASKS:
+        shifts = ["medmcqa"] if task == "openbookqa" else []
+        tables = []
+        for asked, split in ((task, "validation"), (task, "test"), *((shift, "test") for shift in shifts)):
+            n, far = 400, asked != task
+            rng = np.random.default_rng([*map(ord, asked + split)])
+            logits = (0.3 if far else 1.5) * rng.normal(size=(n, 4))
+            answers = (logits + rng.gumbel(size=logits.shape)).argmax(1)
+            novelty = np.exp(0.2 * rng.normal(size=n)) * (4 if far else 1)
+            for method, scale in (("map", 3.0), ("vglr-fc", 1.0)):
+                own = scale * logits / (0.1 if far else 1) / (3 if far and method == "vglr-fc" else 1)
+                if method == "vglr-fc" and worse:
+                    own = own + worse * rng.normal(size=own.shape)
+                own = own - np.log(np.exp(own).sum(1, keepdims=True))
+                tables.append(
+                    pa.table(
+                        {
+                            "id": [f"{i}" for i in range(n)],
+                            "task": [asked] * n,
+                            "split": [split] * n,
+                            "method": [method] * n,
+                            "seed": [0] * n,
+                            "answer": answers,
+                            "log_probs": own.tolist(),
+                            "prompt_tokens": rng.integers(50, 60, n),
+                            "gate_entropy": rng.normal(size=n),
+                            "novelty": novelty,
+                        }
+                    )
+                )
+        (results / task).mkdir(parents=True)
+        pq.write_table(pa.concat_tables(tables), results / task / "predictions.parquet")
+        meta = {"model": "m", "source_task": task, "ood_tasks": shifts, "split": "test"}
+        (results / task / "meta.json").write_text(json.dumps(meta))
+    rows = scores.score(results, draws=100)
+    stable = {"study": "stability", "method": "vglr-fc", "seed": None, "metric": "jaccard_minus_map", "gamma": 0.01}
+    rows += [stable | {"value": 0.01, "low": 0.005, "high": 0.02, "task": "openbookqa"}]
+    (results / "metrics.json").write_text(json.dumps(rows))
+    return results
+
+
+def test_verdicts_can_say_yes_and_no(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: worlds in which the answer is known."""
+    found = {
+        claim.partition(":")[2] or claim: passed
+        for passed, claim, _ in verdicts.lines(world_of_answers(tmp_path / "a"))
+    }
+    assert [passed for claim, passed in found.items() if "debiased ECE at most a third" in claim] == [True]
+    assert [passed for claim, passed in found.items() if "NLL below map's on all four" in claim] == [True]
+    assert [passed for claim, passed in found.items() if "a routing signal is" in claim] == [True]
+    assert [passed for claim, passed in found.items() if "stabler" in claim] == [True]
+    ranked = verdicts.candidates(tmp_path / "a")
+    assert next(iter(ranked)).startswith("vglr-fc")
+    assert {"vglr-fc", "vglr-fc+ts", "vglr-fc+nts"} == ranked.keys()
+    lost = {claim: passed for passed, claim, _ in verdicts.lines(world_of_answers(tmp_path / "b", worse=4.0))}
+    assert [passed for claim, passed in lost.items() if "debiased ECE at most a third" in claim] == [False]
+    assert [passed for claim, passed in lost.items() if "no worse than map+ts" in claim] == [False]
 
 
 # -- the study ---------------------------------------------------------------------------------------------------------

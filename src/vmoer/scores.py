@@ -17,6 +17,7 @@ from vmoer.metrics.resampling import percentiles
 from vmoer.predictions import SIGNALS, Cell, Key, Predictions, load, name_of, temperatures
 
 BASELINES = ("map", "map+ts")
+PAPER = "map@paper"  # what the paper's protocol starts from, where stage 1 is part of the study
 _COMPARED = (*MEANS, "debiased_ece")
 
 Row = dict[str, Any]
@@ -87,7 +88,7 @@ class _Scorer:
         for metric, methods in estimates.items():
             for method, by_seed in methods.items():
                 self.add_seeds(task, method, metric, by_seed)
-                for baseline in BASELINES:
+                for baseline in (*BASELINES, PAPER) if method.partition("+")[0].endswith("@paper") else BASELINES:
                     if metric in _COMPARED and method != baseline and baseline in methods:
                         difference = f"{metric}_minus_{baseline.replace('+', '_')}"
                         self.add_seeds(task, method, difference, _paired(by_seed, methods[baseline]))

@@ -1,0 +1,228 @@
+"""What the study says to each claim, line by line, from OUT/results alone: python examples/smolmoe/verdicts.py OUT/results
+
+The variational method that is held to the goals is chosen on validation: the least NLL, a mean over tasks and seeds, among
+vglr-mf, vglr-fc, vglr-lr and vtsr with any averaging, as they are, with an output temperature (+ts) or with one that follows
+novelty (+nts); temperatures are fitted on one half of the validation questions and scored on the other. Differences come with
+paired bootstrap intervals over questions and seeds (vmoer.scores). A line that fails is an answer too: the exit code is 0.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import tempering
+
+from vmoer import metrics
+
+VARIATIONAL = ("vglr-mf", "vglr-fc", "vglr-lr", "vtsr")
+TASKS = ("openbookqa", "arc_challenge", "sciq", "medmcqa")
+SOURCE, FAR, GAMMA = "openbookqa", "medmcqa", 0.01
+ROUTING = ("gate_entropy", "logit_variance", "temperature", "mc_logit_variance", "novelty", "mutual_information")
+
+Row = dict[str, Any]
+Line = tuple[bool | None, str, str]
+"""Whether it holds (None: nothing to judge by), the claim, what was found."""
+
+
+class Rows:
+    def __init__(self, rows: list[Row]) -> None:
+        self.rows = rows
+
+    def all(self, **keys: Any) -> list[Row]:
+        """Over seeds where there are several, else the one seed's."""
+        found = [row for row in self.rows if all(row.get(name) == value for name, value in keys.items())]
+        return [row for row in found if row["seed"] is None] or found
+
+    def one(self, **keys: Any) -> Row | None:
+        return next((row for row in self.all(**keys) if row["value"] is not None), None)
+
+    def own(self, task: str, method: str, metric: str) -> Row | None:
+        """Of a method trained on the task itself."""
+        return self.one(study=None, task=task, source=None, split="test", method=method, metric=metric)
+
+
+def show(row: Row | None) -> str:
+    if row is None:
+        return "-"
+    if row.get("low") is None or row.get("high") is None:
+        return f"{row['value']:.3f}"
+    return f"{row['value']:+.3f} [{row['low']:+.3f}, {row['high']:+.3f}]"
+
+
+# -- the choice --------------------------------------------------------------------------------------------------------
+
+
+def validation_nll(log_probs: np.ndarray, answers: np.ndarray, novelty: np.ndarray | None, how: str) -> float:
+    """Temperatures are fitted on one half and scored on the other, both ways."""
+    rows = np.arange(len(answers))
+    if not how:
+        return float(-log_probs[rows, answers].mean())
+    scaled = np.empty_like(log_probs)
+    for score in (rows % 2 == 0, rows % 2 == 1):
+        if how == tempering.SUFFIX:
+            assert novelty is not None
+            fitted = tempering.fit(log_probs[~score], answers[~score], novelty[~score])
+            scaled[score] = tempering.apply(log_probs[score], novelty[score], fitted)
+        else:
+            temperature = metrics.fit_temperature(log_probs[~score], answers[~score])
+            scaled[score] = metrics.apply_temperature(log_probs[score], temperature)
+    return float(-scaled[rows, answers].mean())
+
+
+def candidates(results: Path) -> dict[str, float]:
+    """Validation NLL of every variational label that all tasks and seeds have, the least first."""
+    found: dict[str, dict[tuple[str, int], float]] = {}
+    wanted: set[tuple[str, int]] = set()
+    for task in TASKS:
+        path = results / task / "predictions.parquet"
+        if not path.exists():
+            continue
+        table = pq.read_table(path)
+        table = table.filter(pc.equal(table["split"], "validation"))
+        for (method, seed), own in _groups(table):
+            wanted.add((task, seed))
+            if method.partition("+")[0] not in VARIATIONAL:
+                continue
+            log_probs, answers = tempering._padded(own), own["answer"].to_numpy()
+            novelty = None if own["novelty"].null_count else own["novelty"].to_numpy()
+            for how in ("", "+ts", *((tempering.SUFFIX,) if novelty is not None else ())):
+                value = validation_nll(log_probs, answers, novelty, how)
+                found.setdefault(f"{method}{how}", {})[task, seed] = value
+    complete = {name: float(np.mean([*by.values()])) for name, by in found.items() if by.keys() == wanted}
+    return dict(sorted(complete.items(), key=lambda item: item[1]))
+
+
+def _groups(table: Any) -> Iterator[tuple[tuple[str, int], Any]]:
+    keys = sorted({*zip(table["method"].to_pylist(), table["seed"].to_pylist(), strict=True)})
+    for method, seed in keys:
+        yield (method, seed), table.filter(pc.and_(pc.equal(table["method"], method), pc.equal(table["seed"], seed)))
+
+
+# -- the lines ---------------------------------------------------------------------------------------------------------
+
+
+def model(rows: Rows) -> Line:
+    accuracy, ece = (rows.own(SOURCE, "map", name) for name in ("accuracy", "ece"))
+    passed = None if accuracy is None or ece is None else accuracy["value"] >= 0.4 and ece["value"] > 0.1
+    return passed, "map: at least 40% accuracy, ECE above 0.10", f"accuracy {show(accuracy)}, ECE {show(ece)}"
+
+
+def calibration(rows: Rows, label: str) -> Iterator[Line]:
+    third, kept, likelier, tempered, said = [], [], [], [], []
+    for task in TASKS:
+        ours, theirs = (rows.own(task, method, "debiased_ece") for method in (label, "map"))
+        accuracy, own = rows.own(task, label, "accuracy_minus_map"), rows.own(task, "map", "accuracy")
+        nll = rows.own(task, label, "nll_minus_map")
+        if not (ours and theirs and accuracy and own and nll):
+            said.append(f"{task}: not measured")
+            continue
+        error = (own["high"] - own["low"]) / 4  # a 95% interval is about four standard errors wide
+        third.append(ours["value"] <= theirs["value"] / 3 and accuracy["value"] >= -error)
+        kept.append(accuracy["value"] >= -error)
+        likelier.append(nll["high"] < 0)
+        said.append(
+            f"{task}: dECE {ours['value']:.3f} of {theirs['value']:.3f}, accuracy {show(accuracy)}, NLL {show(nll)}"
+        )
+        for metric in ("nll", "debiased_ece"):
+            difference = rows.own(task, label, f"{metric}_minus_map_ts")
+            tempered.append((difference is not None and difference["low"] <= 0, f"{task} {metric} {show(difference)}"))
+    judged = len(likelier) == len(TASKS)
+    yield (
+        sum(third) >= 3 if judged else None,
+        f"{label}: debiased ECE at most a third of map's on three of four tasks, accuracy within an error",
+        "; ".join(said),
+    )
+    yield (
+        all(likelier) if judged else None,
+        f"{label}: NLL below map's on all four tasks",
+        f"{sum(likelier)} of {len(likelier)}",
+    )
+    held = all(passed for passed, _ in tempered)
+    yield (
+        held if judged else None,
+        f"{label}: no worse than map+ts on its own tasks",
+        "; ".join(text for _, text in tempered),
+    )
+
+
+def shifted(rows: Rows, label: str) -> Line:
+    found = {}
+    for row in rows.all(study=None, source=SOURCE, split="test", method=label, metric="nll_minus_map_ts"):
+        if row["task"] != SOURCE:
+            ece = rows.one(
+                **{
+                    **{k: row[k] for k in ("study", "source", "split", "method", "task")},
+                    "metric": "debiased_ece_minus_map_ts",
+                }
+            )
+            found[row["task"]] = (row["high"] < 0, f"{row['task']}: NLL {show(row)}, dECE {show(ece)}")
+    text = f"{label}: NLL below map+ts on a shifted set"
+    return (
+        any(passed for passed, _ in found.values()) if found else None,
+        text,
+        "; ".join(said for _, said in found.values()) or "-",
+    )
+
+
+def detection(rows: Rows) -> Line:
+    """The best routing signal of any method against map's gate entropy and predictive entropy, prompts of equal length."""
+    matched = [
+        row for row in rows.all(study=None, task=FAR, source=SOURCE, metric="auroc_matched") if row["value"] is not None
+    ]
+    baselines = {row["signal"]: row["value"] for row in matched if row["method"] == "map"}
+    ours = [
+        row for row in matched if row["signal"] in ROUTING and (row["method"], row["signal"]) != ("map", "gate_entropy")
+    ]
+    best = max(ours, key=lambda row: row["value"], default=None)
+    if best is None or not {"gate_entropy", "predictive_entropy"} <= baselines.keys():
+        return None, "a routing signal detects medmcqa", "not measured"
+    gate, answer = baselines["gate_entropy"], baselines["predictive_entropy"]
+    text = "a routing signal is 0.10 above map's gate entropy and above predictive entropy on medmcqa, length-matched"
+    said = (
+        f"{best['signal']} of {best['method']} {show(best)}; gate entropy {gate:.3f}, predictive entropy {answer:.3f}"
+    )
+    return best["value"] >= gate + 0.1 and best["value"] > answer, text, said
+
+
+def stability(rows: Rows) -> Line:
+    found = rows.all(study="stability", metric="jaccard_minus_map", gamma=GAMMA)
+    found = [row for row in found if row["method"].partition("@")[0] in VARIATIONAL]
+    better = [row for row in found if row["low"] > 0]
+    said = "; ".join(f"{row['method']} {row['value']:+.4f} [{row['low']:+.4f}, {row['high']:+.4f}]" for row in found)
+    return bool(better) if found else None, f"routing is stabler than map's at noise {GAMMA:g}", said or "not measured"
+
+
+def lines(results: Path) -> Iterator[Line]:
+    rows = Rows(json.loads((results / "metrics.json").read_text()))
+    yield model(rows)
+    ranked = candidates(results)
+    if ranked:
+        label = next(iter(ranked))
+        first = ", ".join(f"{name} {value:.4f}" for name, value in list(ranked.items())[:5])
+        yield None, f"chosen on validation: {label}", first
+        yield from calibration(rows, label)
+        yield shifted(rows, label)
+    yield detection(rows)
+    yield stability(rows)
+    for head in ("vglr-fc@paper", "vglr-mf@paper", "vtsr@paper"):
+        difference = rows.own(SOURCE, head, "nll_minus_map@paper")
+        if difference is not None:
+            yield difference["high"] < 0, f"{head}: NLL below map@paper's on {SOURCE}", show(difference)
+
+
+def main() -> int:
+    if len(sys.argv) != 2 or not (Path(sys.argv[1]) / "metrics.json").is_file():
+        print("usage: python examples/smolmoe/verdicts.py OUT/results    (of run.py --report)", file=sys.stderr)
+        return 2
+    for passed, claim, found in lines(Path(sys.argv[1])):
+        print(f"{ {True: 'yes', False: 'no', None: '-'}[passed]:4}{claim}\n      {found}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
