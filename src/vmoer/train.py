@@ -171,7 +171,8 @@ def train(
         if outcome:
             checkpoint.restore(outcome.best, {n: p for n, p in trained.named_parameters() if p.requires_grad}, trained)
     else:
-        _fit_novelty(trained, _encode(trained, opened.tokenizer, known, validation)[0], device)
+        familiar = [*{question.id: question for question in (*known, *unseen)}.values()]
+        _fit_novelty(trained, _encode(trained, opened.tokenizer, familiar, validation)[0], device)
     _save(trained, out, _as_json(run), running.workers)
     if running.workers.main:
         for path in (out / "stage2.safetensors", *out.glob("search/*/stage2.safetensors")):
@@ -225,9 +226,10 @@ def _check_stage1(source: Path, map_state: str, wanted: dict[str, Any]) -> None:
 
 
 def _fit_novelty(model: nn.Module, known: Examples, device: torch.device) -> None:
-    """How far a token lies from what stage 1 was trained on: a signal of every method, and all that Laplace needs.
+    """How far a token lies from the questions of both stages: a signal of every method, and all that Laplace needs.
 
-    The signal is read at the prompts' last tokens, so those are counted; Laplace routes every token.
+    Of stage 1's alone it would be half a sign of memory: their answers are known by heart, which no new question's are. The
+    signal is read at the prompts' last tokens, so those are counted; Laplace routes every token.
     """
     routers = list(routers_of(model).values())
     laplace = any(router.needs_fit for router in routers)
