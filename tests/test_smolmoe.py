@@ -92,6 +92,21 @@ def test_the_list_is_in_order_and_complete(place: tuple[str, str], tmp_path: Pat
     assert next(job for job in found if job.name == "openbookqa: vtsr@paper, seed 0").steps == 10
 
 
+def test_a_part_may_take_fewer_seeds(
+    place: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = listed.Settings(
+        model=place[0], out=tmp_path, seeds=(0, 1, 2), data_root=place[1], limit=16, seeds_of={"tasks": 1, "factors": 2}
+    )
+    seeds = {tier: {job.name[-1] for job in listed.jobs(settings) if job.tier == tier} for tier in listed.TIERS}
+    assert seeds["tasks"] == {"0"}
+    assert seeds["factors"] == {"0", "1"}
+    assert seeds["main"] == seeds["layers"] == {"0", "1", "2"}
+    with pytest.raises(SystemExit):
+        go(place, tmp_path, "--seeds-of", "everything=2")
+    assert "write PART=N" in capsys.readouterr().err
+
+
 def job(tmp_path: Path, name: str, needs: tuple[str, ...] = (), kind: str = "", fail: bool = False) -> Any:
     def work() -> None:
         if fail:

@@ -24,7 +24,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from jobs import HEADS, PAPER, TIERS, Job, Settings, jobs
+from jobs import FEWER, HEADS, PAPER, TIERS, Job, Settings, jobs
 from packing import drop, merged, pack, unpack
 from tempering import tempered
 
@@ -89,8 +89,14 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--limit", type=int, default=5000, help="questions of a split, at most; 5000 are the paper's")
     out.add_argument("--passes", type=int, default=8)
     out.add_argument("--batch-tokens", type=int, default=32768, help="of a prediction")
-    out.add_argument("--factor-seeds", type=int, default=2, help="how many of the seeds the factors take")
-    out.add_argument("--layer-seeds", type=int, default=2, help="how many of the seeds the ablations over layers take")
+    out.add_argument(
+        "--seeds-of",
+        nargs="+",
+        type=_count,
+        default=[],
+        metavar="PART=N",
+        help=f"how many of the seeds a part takes; all, but {', '.join(f'{part}={n}' for part, n in FEWER.items())}",
+    )
     for stage, plan in (
         ("stage1", Settings.__dataclass_fields__["stage1"]),
         ("stage2", Settings.__dataclass_fields__["stage2"]),
@@ -102,6 +108,13 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--patience", type=int, default=3, help="epochs of stage 2 without a better validation NLL")
     out.add_argument("--keep-runs", action="store_true", help="do not drop trained routers that nothing needs any more")
     return out
+
+
+def _count(text: str) -> tuple[str, int]:
+    part, _, number = text.partition("=")
+    if part not in TIERS or not number.isdigit() or not int(number):
+        raise argparse.ArgumentTypeError(f"{text!r}: write PART=N, as in factors=2, with one of {', '.join(TIERS)}")
+    return part, int(number)
 
 
 def _settings(given: argparse.Namespace) -> Settings:
@@ -120,8 +133,7 @@ def _settings(given: argparse.Namespace) -> Settings:
         stage2=stage2,
         passes=given.passes,
         batch_tokens=given.batch_tokens,
-        factor_seeds=given.factor_seeds,
-        layer_seeds=given.layer_seeds,
+        seeds_of=FEWER | dict(given.seeds_of),
     )
 
 
