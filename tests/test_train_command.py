@@ -16,6 +16,8 @@ from vmoer import metrics, tasks
 from vmoer.attach import attached, routers_of
 from vmoer.errors import InputError
 from vmoer.models import open_model
+from vmoer.predict import collate
+from vmoer.tasks.prompt import encode
 from vmoer.train import PAPER, Plan, Running, Workers, encode_questions, train
 from vmoer.training import presets
 from vmoer.training.data import hold_out
@@ -196,3 +198,20 @@ def test_bad_input_is_one_line(place: tuple[str, str], tmp_path: Path) -> None:
         method = changes.pop("method", "vglr-fc")
         with pytest.raises(InputError, match=message):
             go(place, tmp_path / str(number), method, **{"stage1_plan": Plan(epochs=0), **changes})
+
+
+def test_novelty_knows_the_questions_of_both_stages(place: tuple[str, str], tmp_path: Path) -> None:
+    """Oracle: over the prompts that A is made of, u' A^-1 u sums to tr(A^-1 (A - I)), the sum of 1 - 1 / (lambda + 1)."""
+    go(place, tmp_path / "run", "vglr-mf")
+    opened = open_model(tmp_path / "run")
+    asked = tasks.load("sciq", "train", data_root=place[1])
+    sums = {}
+    for name, questions in (("both", asked), ("stage 1", hold_out(asked, 0.2, 0)[0])):
+        batch = collate(encode(opened.tokenizer, questions, 2**31), opened.model)
+        with torch.no_grad(), vmoer.record(opened.model) as rec:
+            opened.model(**batch)
+        last = batch["attention_mask"].sum(1) - 1
+        sums[name] = rec.signals["novelty"][:, torch.arange(len(last)), last].double().sum(1)
+    expected = torch.stack([(1 - r.novelty_inverse_R.double()).sum() for r in routers_of(opened.model).values()])
+    torch.testing.assert_close(sums["both"], expected, rtol=1e-4, atol=0)
+    assert (sums["stage 1"] < 0.95 * expected).all()

@@ -171,8 +171,8 @@ def train(
         if outcome:
             checkpoint.restore(outcome.best, {n: p for n, p in trained.named_parameters() if p.requires_grad}, trained)
     else:
-        familiar = [*{question.id: question for question in (*known, *unseen)}.values()]
-        _fit_novelty(trained, _encode(trained, opened.tokenizer, familiar, validation)[0], device)
+        seen = known if _needs_fit(trained) else [*{question.id: question for question in (*known, *unseen)}.values()]
+        _fit_novelty(trained, _encode(trained, opened.tokenizer, seen, validation)[0], device)
     _save(trained, out, _as_json(run), running.workers)
     if running.workers.main:
         for path in (out / "stage2.safetensors", *out.glob("search/*/stage2.safetensors")):
@@ -225,16 +225,19 @@ def _check_stage1(source: Path, map_state: str, wanted: dict[str, Any]) -> None:
     refuse_other_settings(source, {name: {**run, **run["stage1"]}.get(name) for name in wanted}, wanted)
 
 
-def _fit_novelty(model: nn.Module, known: Examples, device: torch.device) -> None:
-    """How far a token lies from the questions of both stages: a signal of every method, and all that Laplace needs.
+def _fit_novelty(model: nn.Module, seen: Examples, device: torch.device) -> None:
+    """How far a token lies from questions seen before: a signal of every method, and all that Laplace needs.
 
-    Of stage 1's alone it would be half a sign of memory: their answers are known by heart, which no new question's are. The
-    signal is read at the prompts' last tokens, so those are counted; Laplace routes every token.
+    The signal is read at the prompts' last tokens, so those are counted, of both stages' questions: of stage 1's alone it would
+    be half a sign of memory, since their answers are known by heart, which no new question's are. Laplace routes every token,
+    and is a posterior given what stage 1 was trained on.
     """
-    routers = list(routers_of(model).values())
-    laplace = any(router.needs_fit for router in routers)
-    kept = None if laplace else min(256, routers[0].gate.hidden_size)
-    fit(model, _batches(known, device, tokens=16384), tokens="all" if laplace else "last", rank=kept)
+    last: dict[str, Any] = {"tokens": "last", "rank": min(256, next(iter(routers_of(model).values())).gate.hidden_size)}
+    fit(model, _batches(seen, device, tokens=16384), **({} if _needs_fit(model) else last))
+
+
+def _needs_fit(model: nn.Module) -> bool:
+    return any(router.needs_fit for router in routers_of(model).values())
 
 
 def _save(model: nn.Module, folder: Path, run: dict[str, Any], workers: Workers) -> None:
