@@ -5,13 +5,21 @@
 v is novelty, v_0 its median on validation, top its maximum there: no question is made less certain than the strangest of those
 the fit has seen. With a = 0 it is plain temperature scaling, which one number cannot make right on two data sets at once. Where a
 model knows more than its novelty says (words that fine-tuning never showed, but pre-training did), it errs to the careful side.
+
+    python examples/smolmoe/tempering.py out/demo/vglr-fc-s0        NLL and debiased ECE of each task, as it is, +ts and +nts
 """
+
+import sys
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 from scipy.optimize import minimize
 from scipy.special import log_softmax
+
+from vmoer import metrics
 
 SUFFIX = "+nts"
 
@@ -55,3 +63,33 @@ def _padded(table: pa.Table) -> np.ndarray:
     for place, row in zip(out, rows, strict=True):
         place[: len(row)] = row
     return out
+
+
+def main() -> int:
+    if len(sys.argv) != 2 or not (Path(sys.argv[1]) / "predictions.parquet").is_file():
+        print(
+            "usage: python examples/smolmoe/tempering.py FOLDER    (with predictions, validation among them)",
+            file=sys.stderr,
+        )
+        return 2
+    table = pq.read_table(Path(sys.argv[1]) / "predictions.parquet")
+    warm = tempered(table)
+    if warm is None:
+        print(f"error: {sys.argv[1]} has no novelty or no validation answers", file=sys.stderr)
+        return 2
+    inside = table.filter(pc.equal(table["split"], "validation"))
+    temperature = metrics.fit_temperature(_padded(inside), inside["answer"].to_numpy())
+    plain = table.filter(pc.not_equal(table["split"], "validation"))
+    print(f"{'':24}{'NLL':>8}{'+ts':>8}{SUFFIX:>8}{'dECE':>10}{'+ts':>8}{SUFFIX:>8}")
+    for task in sorted({*plain["task"].to_pylist()}):
+        own, ours = (x.filter(pc.equal(x["task"], task)) for x in (plain, warm))
+        answers = own["answer"].to_numpy()
+        kinds = [_padded(own), metrics.apply_temperature(_padded(own), temperature), _padded(ours)]
+        nll = [metrics.nll(kind, answers) for kind in kinds]
+        ece = [metrics.debiased_ece(metrics.confidence(k), metrics.correct_per_question(k, answers)) for k in kinds]
+        print(f"{task:24}" + "".join(f"{x:8.3f}" for x in nll) + "  " + "".join(f"{x:8.3f}" for x in ece))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
