@@ -1,10 +1,7 @@
 """Meeting a live model: attach, detach, record. The only place that touches one.
 
-A router instance's class is replaced by a subclass made on the fly, so that state-dict keys, isinstance checks, output capture
-and FSDP keep working. The subclass runs the model's own forward, hands its logits to the method, and puts the method's answer
-into the same return value; at inference it leaves the model's own Top-K out where the logits are plainly W_r u. What a
-forward pass is about (which tokens, which step) is read by a hook on the decoder; what is collected lives in the `record`
-object, never on a module.
+A router instance's class is replaced by a subclass made on the fly (variational.py). What a forward pass is about (which tokens,
+which step) is read by a hook on the decoder; what is collected lives in the `record` object, never on a module.
 """
 
 from collections.abc import Iterator
@@ -12,108 +9,18 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vmoer import gates, kernels
-from vmoer.context import Attachment, Pass, positions_and_mask
-from vmoer.errors import AttachError, InputError, RunError
+from vmoer import gates
+from vmoer.context import Attachment, positions_and_mask
+from vmoer.errors import AttachError, InputError
 from vmoer.following import followed
 from vmoer.gates import Found, Gate, plans
 from vmoer.recording import Record
-from vmoer.routers import Call, Config, Routing
+from vmoer.routers import Config
+from vmoer.variational import VariationalGate, variational
 
 NAME = "vmoer"  # the submodule our parameters live in, under the model's own router
-
-
-class VariationalGate(nn.Module):
-    """Mixed into a router's class: runs the model's own forward, then ours."""
-
-    vmoer: Any
-    vmoer_gate: Gate
-    vmoer_attachment: Attachment
-    vmoer_layer: int
-
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        current = self.vmoer_attachment.now
-        if current is None or not current.parts or not self.vmoer_attachment.enabled:
-            return self._routed(hidden_states, *args, **kwargs)
-        outs = []
-        for part, states in zip(current.parts, current.split(hidden_states), strict=True):
-            self.vmoer_attachment.now = part
-            outs.append(self._routed(states, *args, **kwargs))
-        self.vmoer_attachment.now = current
-        return tuple(current.join(tensors) for tensors in zip(*outs, strict=True))
-
-    def _routed(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        gate, method, attachment = self.vmoer_gate, self.vmoer, self.vmoer_attachment
-        attachment.fired = True
-        out = None
-        if self._replaces(hidden_states):
-            u_TD = hidden_states
-            logits_TN = F.linear(u_TD, gates.router_weight(self, gate))  # type: ignore[arg-type]
-            if not (method.reads_narrow and kernels.available(logits_TN)):
-                logits_TN = logits_TN.float()
-        else:
-            out = super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
-            if not attachment.enabled:
-                return out
-            u_TD = hidden_states.reshape(-1, gate.hidden_size)
-            logits_TN = gate.logits(out)
-        current = attachment.current(u_TD)
-        if attachment.collector is not None:
-            attachment.collector(self.vmoer_layer, u_TD, logits_TN, current)
-            if method.needs_fit:  # it cannot route yet; what it takes its covariance from is the model's own routing
-                return out
-        if method.needs_fit and not method.fitted and not attachment.checking:
-            raise RunError(f"{method.config.key} has seen no data yet: call vmoer.fit(model, batches) first")
-        routing = method(u_TD, logits_TN, self._call(current), gates.router_weight(self, gate))
-        if routing is None:
-            assert out is not None
-            routing, chosen_TK = Routing(logits_TN, logits_TN), gate.experts(out)
-        else:
-            bias_N = gate.bias(self, args, kwargs)
-            out, chosen_TK = gate.route(
-                self, out, routing.select_TN, routing.weight_TN, bias_N, routing.relaxed_TN, routing.given
-            )
-        current.hand_over(self.vmoer_layer, method, u_TD, routing, chosen_TK)
-        return out
-
-    def _replaces(self, hidden_states: Tensor) -> bool:
-        """Whether the model's own choice of experts need not be made: at inference, where its logits are W_r u and no more."""
-        attachment = self.vmoer_attachment
-        if self.training or torch.is_grad_enabled() or hidden_states.dim() != 2 or self.vmoer_gate.types is None:
-            return False
-        return attachment.enabled and attachment.collector is None and bool(self.vmoer.replaces)
-
-    def _call(self, current: Pass) -> Call:
-        training = (self.training and torch.is_grad_enabled()) or current.step is not None
-        if self.training and training and current.step is None and not self.vmoer_attachment.checking:
-            raise InputError(
-                "a forward pass in training mode needs `with vmoer.record(model, step=step)`: noise is a function of the step"
-            )
-        about = current.positions_T, current.rows_T, current.step, current.passes_T
-        return Call(self.vmoer_layer, *about, self.vmoer_attachment.layers, current.drawn)
-
-    def __reduce__(self) -> Any:
-        return _rebuild, (type(self).__mro__[2],), self.__dict__
-
-
-_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
-
-
-def _variational(base: type[nn.Module]) -> type[nn.Module]:
-    """The subclass of a router class, made once. It keeps the name, which output capture and reports go by."""
-    if base in _CLASSES:
-        return _CLASSES[base]
-    names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    _CLASSES[base] = type(base.__name__, (VariationalGate, base), names)
-    return _CLASSES[base]
-
-
-def _rebuild(base: type[nn.Module]) -> nn.Module:
-    cls = _variational(base)
-    return cls.__new__(cls)
 
 
 def attach(model: nn.Module, config: Config, *, freeze: bool = True) -> nn.Module:
@@ -297,7 +204,7 @@ def _answer(found: Found, gate: Gate) -> tuple[Tensor, ...]:
 def _install(found: Found, gate: Gate, method: nn.Module, attachment: Attachment) -> None:
     router: Any = found.router
     plans.follow_class(router)
-    router.__class__ = _variational(type(router))
+    router.__class__ = variational(type(router))
     router.vmoer = method
     router.vmoer_gate, router.vmoer_attachment, router.vmoer_layer = gate, attachment, found.layer
 

@@ -23,9 +23,10 @@ import torch.distributed as dist
 import vmoer
 from train_workers import world
 from vmoer import store
-from vmoer.attach import VariationalGate, routers_of
+from vmoer.attach import routers_of
 from vmoer.train import Plan, Running, Workers, stage2, train
 from vmoer.training.lora import add_lora
+from vmoer.variational import VariationalGate
 
 ROWS = 128
 CONFIGS = Path(__file__).parents[2] / "examples" / "accelerate"

@@ -12,9 +12,9 @@ from transformers import AutoConfig
 from transformers.models.granitemoe import modeling_granitemoe
 
 import vmoer
-from vmoer.attach import VariationalGate
 from vmoer.bench.listing import Listing
 from vmoer.bench.measure import interleaved
+from vmoer.variational import VariationalGate
 
 
 class _Layer(nn.Module):
