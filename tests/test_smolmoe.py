@@ -223,7 +223,7 @@ def world_of_answers(results: Path, worse: float = 0.0) -> Path:
     return results
 
 
-def test_verdicts_can_say_yes_and_no(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verdicts_can_say_yes_and_no(tmp_path: Path) -> None:
     """Oracle: worlds in which the answer is known."""
     found = {
         claim.partition(":")[2] or claim: passed

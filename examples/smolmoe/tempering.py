@@ -48,8 +48,8 @@ def tempered(table: pa.Table) -> pa.Table | None:
     outside = table.filter(pc.not_equal(table["split"], "validation"))
     if not len(inside) or table["novelty"].null_count:
         return None
-    fitted = fit(_padded(inside), inside["answer"].to_numpy(), inside["novelty"].to_numpy())
-    found = apply(_padded(outside), outside["novelty"].to_numpy(), fitted)
+    fitted = fit(padded(inside), inside["answer"].to_numpy(), inside["novelty"].to_numpy())
+    found = apply(padded(outside), outside["novelty"].to_numpy(), fitted)
     own = [row[: len(old)].tolist() for row, old in zip(found, outside["log_probs"].to_pylist(), strict=True)]
     column = pa.array(own, outside.schema.field("log_probs").type)
     method = pa.array([f"{name}{SUFFIX}" for name in outside["method"].to_pylist()], pa.string())
@@ -57,12 +57,8 @@ def tempered(table: pa.Table) -> pa.Table | None:
     return outside.set_column(outside.column_names.index("method"), "method", method)
 
 
-def _padded(table: pa.Table) -> np.ndarray:
-    rows = table["log_probs"].to_pylist()
-    out = np.full((len(rows), max(map(len, rows))), -np.inf)
-    for place, row in zip(out, rows, strict=True):
-        place[: len(row)] = row
-    return out
+def padded(table: pa.Table) -> np.ndarray:
+    return metrics.pad(table["log_probs"].to_pylist())
 
 
 def main() -> int:
@@ -78,13 +74,13 @@ def main() -> int:
         print(f"error: {sys.argv[1]} has no novelty or no validation answers", file=sys.stderr)
         return 2
     inside = table.filter(pc.equal(table["split"], "validation"))
-    temperature = metrics.fit_temperature(_padded(inside), inside["answer"].to_numpy())
+    temperature = metrics.fit_temperature(padded(inside), inside["answer"].to_numpy())
     plain = table.filter(pc.not_equal(table["split"], "validation"))
     print(f"{'':24}{'NLL':>8}{'+ts':>8}{SUFFIX:>8}{'dECE':>10}{'+ts':>8}{SUFFIX:>8}")
     for task in sorted({*plain["task"].to_pylist()}):
         own, ours = (x.filter(pc.equal(x["task"], task)) for x in (plain, warm))
         answers = own["answer"].to_numpy()
-        kinds = [_padded(own), metrics.apply_temperature(_padded(own), temperature), _padded(ours)]
+        kinds = [padded(own), metrics.apply_temperature(padded(own), temperature), padded(ours)]
         nll = [metrics.nll(kind, answers) for kind in kinds]
         ece = [metrics.debiased_ece(metrics.confidence(k), metrics.correct_per_question(k, answers)) for k in kinds]
         print(f"{task:24}" + "".join(f"{x:8.3f}" for x in nll) + "  " + "".join(f"{x:8.3f}" for x in ece))

@@ -18,11 +18,12 @@ import pyarrow.parquet as pq
 import tempering
 
 from vmoer import metrics
+from vmoer.predictions import ROUTER_SIGNALS
 
 VARIATIONAL = ("vglr-mf", "vglr-fc", "vglr-lr", "vtsr")
 TASKS = ("openbookqa", "arc_challenge", "sciq", "medmcqa")
 SOURCE, FAR, GAMMA = "openbookqa", "medmcqa", 0.01
-ROUTING = ("gate_entropy", "logit_variance", "temperature", "mc_logit_variance", "novelty", "mutual_information")
+ROUTING = (*ROUTER_SIGNALS, "mutual_information")
 
 Row = dict[str, Any]
 Line = tuple[bool | None, str, str]
@@ -88,7 +89,7 @@ def candidates(results: Path) -> dict[str, float]:
             wanted.add((task, seed))
             if method.partition("+")[0] not in VARIATIONAL:
                 continue
-            log_probs, answers = tempering._padded(own), own["answer"].to_numpy()
+            log_probs, answers = tempering.padded(own), own["answer"].to_numpy()
             novelty = None if own["novelty"].null_count else own["novelty"].to_numpy()
             for how in ("", "+ts", *((tempering.SUFFIX,) if novelty is not None else ())):
                 value = validation_nll(log_probs, answers, novelty, how)
@@ -113,7 +114,7 @@ def model(rows: Rows) -> Line:
 
 
 def calibration(rows: Rows, label: str) -> Iterator[Line]:
-    third, kept, likelier, tempered, said = [], [], [], [], []
+    third, likelier, tempered, said = [], [], [], []
     for task in TASKS:
         ours, theirs = (rows.own(task, method, "debiased_ece") for method in (label, "map"))
         accuracy, own = rows.own(task, label, "accuracy_minus_map"), rows.own(task, "map", "accuracy")
@@ -123,7 +124,6 @@ def calibration(rows: Rows, label: str) -> Iterator[Line]:
             continue
         error = (own["high"] - own["low"]) / 4  # a 95% interval is about four standard errors wide
         third.append(ours["value"] <= theirs["value"] / 3 and accuracy["value"] >= -error)
-        kept.append(accuracy["value"] >= -error)
         likelier.append(nll["high"] < 0)
         said.append(
             f"{task}: dECE {ours['value']:.3f} of {theirs['value']:.3f}, accuracy {show(accuracy)}, NLL {show(nll)}"
