@@ -177,7 +177,7 @@ def jobs(settings: Settings, tiers: Sequence[str] = TIERS) -> list[Job]:
         "layers": _layers,
         "paper-tasks": lambda here: [job for task in OTHERS for job in _labels(here, "paper-tasks", task, papers)],
     }
-    wanted = [job for tier in TIERS if tier in tiers for job in parts[tier](settings.part(tier))]
+    wanted = [job for tier in tiers for job in parts[tier](settings.part(tier))]
     out: list[Job] = []
     stages = _stages(settings)
     for job in wanted:

@@ -81,7 +81,7 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument(
         "--dry-run", action="store_true", help="count the jobs, their steps and passes, and guess the time"
     )
-    out.add_argument("--only", nargs="+", default=TIERS, choices=TIERS, help="parts of the study")
+    out.add_argument("--only", nargs="+", default=TIERS, choices=TIERS, help="parts of the study, in this order")
     out.add_argument(
         "--labels", nargs="+", default=[*HEADS, *PAPER], help="methods and controls; @paper for its protocol"
     )

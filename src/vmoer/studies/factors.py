@@ -98,7 +98,7 @@ def levels(study: Study, available: int) -> list[Level]:
     out += [Level("objective", "predictive", train={"objective": "predictive"})]
     families = ("vglr-mf", "vglr-lr", "vtsr", "mean-only", "fixed-noise", "laplace")
     out += [Level("posterior", key, key) for key in families]
-    out += [Level("prior scale", f"{r:g} x spread", relative=r) for r in (0.25, 0.5, 1.0, 2.0)]
+    out += [Level("prior scale", f"{r:g} x spread", relative=r) for r in (0.25, 1.0, 2.0, 4.0)]
     out += [Level("beta", f"{beta:g}", config={"beta": beta}) for beta in (0.0001, 0.01, 0.1)]
     if study.stage1.epochs:
         out += [MAPS["held-out:0.5"], Level("stage-2 data", "held-out:0.5", train={"stage2_data": "held-out:0.5"})]
