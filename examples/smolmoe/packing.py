@@ -36,11 +36,12 @@ def pack(out: Path, file: Path) -> int:
     with tarfile.open(fileobj=buffer, mode="w:xz") as tar:
         for task in sorted(path for path in out.iterdir() if (path / "cells").is_dir() or (path / "runs").is_dir()):
             _records(task)
+            files = {str(p.relative_to(task)): json.loads(p.read_text()) for p in _files(task)}
+            files = {name: value for name, value in files.items() if f"{task.name}/{name}" not in known}
+            # listed after the files: work goes on meanwhile, and a file must not speak of predictions that are not here
             folders = [f for f in _folders(task) if str(f.relative_to(out)) not in known]
             if folders:
                 _add(tar, f"{task.name}/predictions.parquet", merged(folders, task))
-            files = {str(p.relative_to(task)): json.loads(p.read_text()) for p in _files(task)}
-            files = {name: value for name, value in files.items() if f"{task.name}/{name}" not in known}
             _add(tar, f"{task.name}/files.json", json.dumps(files).encode())
         if (out / "timing.jsonl").exists():
             _add(tar, "timing.jsonl", (out / "timing.jsonl").read_bytes())
@@ -80,7 +81,8 @@ def unpack(file: Path, out: Path) -> int:
         for path, value in sorted(json.loads(data).items(), key=lambda item: Path(item[0]).name == "level.json"):
             if ".." in Path(path).parts or Path(path).is_absolute():
                 raise InputError(f"{file} is not a pack: it would write to {path}")
-            if not (task / path).exists():
+            alone = Path(path).name == "meta.json" and not (task / path).with_name("predictions.parquet").exists()
+            if not (task / path).exists() and not alone:
                 write_json(task / path, value)
                 known.append(f"{task.name}/{path}")
     if "timing.jsonl" in read:
