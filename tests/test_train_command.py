@@ -201,7 +201,7 @@ def test_bad_input_is_one_line(place: tuple[str, str], tmp_path: Path) -> None:
 
 
 def test_novelty_knows_the_questions_of_both_stages(place: tuple[str, str], tmp_path: Path) -> None:
-    """Oracle: over the prompts that A is made of, u' A^-1 u sums to tr(A^-1 (A - I)), the sum of 1 - 1 / (lambda + 1)."""
+    """Oracle: over the prompts that A is made of, u' A^-1 u sums to tr(A^-1 (A - I)), D - tr(A^-1)."""
     go(place, tmp_path / "run", "vglr-mf")
     opened = open_model(tmp_path / "run")
     asked = tasks.load("sciq", "train", data_root=place[1])
@@ -212,6 +212,7 @@ def test_novelty_knows_the_questions_of_both_stages(place: tuple[str, str], tmp_
             opened.model(**batch)
         last = batch["attention_mask"].sum(1) - 1
         sums[name] = rec.signals["novelty"][:, torch.arange(len(last)), last].double().sum(1)
-    expected = torch.stack([(1 - r.novelty_inverse_R.double()).sum() for r in routers_of(opened.model).values()])
+    roots = [router.novelty_root_RD.double() for router in routers_of(opened.model).values()]
+    expected = torch.stack([len(root_DD) - root_DD.square().sum() for root_DD in roots])
     torch.testing.assert_close(sums["both"], expected, rtol=1e-4, atol=0)
     assert (sums["stage 1"] < 0.95 * expected).all()

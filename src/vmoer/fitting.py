@@ -2,12 +2,15 @@
 
     A = damping I + sum of u u' over the training prompts' tokens,    novelty(u) = u' A^-1 u
 
-One eigendecomposition a layer; with `rank` only the leading eigenvectors are kept and the damping stands for the rest. Laplace
-takes its covariance from the same A; every other method carries novelty as a signal.
+One Cholesky factor a layer, A = L L', so that novelty is |L^-1 u|^2. With `rank` it is |Q L^-1 u|^2 with that many random
+orthogonal rows Q, in each layer others: right in the mean, with a relative error of sqrt(2 / rank) in a layer, less in the mean
+over layers. Leading eigenvectors would not do: what makes a state new lies in the directions that they leave out, and
+|u|^2 less what lies along them is a difference of large numbers. Laplace takes its covariance from the same A; every other
+method carries novelty as a signal.
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -87,13 +90,18 @@ def fit(
     return model
 
 
-def _set(router: nn.Module, outer_DD: Tensor, damping: float, rank: int | None) -> None:
-    values_D, vectors_DD = torch.linalg.eigh(outer_DD)
-    dim = len(values_D)
-    keep = dim if rank is None else min(rank, dim)
-    if keep < 1:
+def _set(router: Any, outer_DD: Tensor, damping: float, rank: int | None) -> None:
+    dim = len(outer_DD)
+    if rank is not None and rank < 1:
         raise InputError(f"rank={rank} must be at least 1")
-    router.novelty_basis_RD = vectors_DD[:, dim - keep :].mT.float().contiguous()
-    router.novelty_inverse_R = (1 / (values_D[dim - keep :].clamp_min(0) + damping)).float()
-    # with every eigenvector kept nothing is left over, and a difference of large numbers is spared
-    router.novelty_rest = torch.tensor(0.0 if keep == dim else 1 / damping, device=outer_DD.device)
+    one_DD = torch.eye(dim, dtype=outer_DD.dtype, device=outer_DD.device)
+    rows_RD = one_DD if rank is None or rank >= dim else _directions(rank, dim, router.layer).to(one_DD)
+    lower_DD = torch.linalg.cholesky(outer_DD + damping * one_DD)  # A = L L', so |L^-1 u|^2 = u' A^-1 u
+    root_RD = torch.linalg.solve_triangular(lower_DD, rows_RD, upper=False, left=False)
+    router.novelty_root_RD = root_RD.float().contiguous()
+
+
+def _directions(rank: int, dim: int, seed: int) -> Tensor:
+    """Orthogonal rows drawn at random, the same every time, of a length that keeps squared norms in the mean."""
+    drawn_DR = torch.randn(dim, rank, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.linalg.qr(drawn_DR).Q.mT * (dim / rank) ** 0.5

@@ -2,27 +2,32 @@
 
 import pytest
 import torch
-from kernel_cases import DEVICE
+from kernel_cases import DEVICE, INTERPRETED
 
 from vmoer.kernels.quadratic import novelty, reference
 
+CASES = [(1, 16, 3, 16), (37, 72, 72, 16), (70, 200, 20, 16), (5, 48, 32, 128), (300, 576, 128, 128)]
+CASES += [(300, 576, 256, 128)] + ([] if INTERPRETED else [(5000, 576, 256, 16), (5000, 1536, 128, 16)])
+
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("tokens", "dim", "rank"), [(1, 16, 3), (37, 72, 72), (70, 200, 20), (5, 48, 32)])
-def test_novelty(tokens: int, dim: int, rank: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("tokens", "dim", "rank", "block"), CASES)
+def test_novelty(tokens: int, dim: int, rank: int, block: int, dtype: torch.dtype) -> None:
+    """Of states that lie, but for a thousandth of their squared length, where the fitted ones do."""
     generator = torch.Generator().manual_seed(tokens)
-    seen = torch.randn(4 * dim, dim, generator=generator, dtype=torch.float64)
-    values, vectors = torch.linalg.eigh(seen.mT @ seen)
-    kept, damping = vectors[:, -rank:], 0.5
-    inside = torch.randn(tokens, rank, generator=generator, dtype=torch.float64) @ kept.mT
-    # most of the state inside the span: the rest is a small difference of large numbers
-    u_TD = (3 * inside + 0.1 * torch.randn(tokens, dim, generator=generator, dtype=torch.float64)).to(DEVICE, dtype)
-    inverse = torch.eye(dim, dtype=torch.float64) / damping
-    inverse += kept @ torch.diag(1 / (values[-rank:] + damping) - 1 / damping) @ kept.mT
-    expected = ((u_TD.double() @ inverse.to(DEVICE)) * u_TD.double()).sum(-1)
-    arguments = (kept.mT.float().contiguous(), (1 / (values[-rank:] + damping)).float(), torch.tensor(1 / damping))
-    got = novelty(u_TD, *(x.to(DEVICE, torch.float32) for x in arguments))
-    largest = u_TD.double().square().sum(-1) / damping
-    assert ((got - expected).abs() / largest).max() < 1e-4
-    again = reference(u_TD, *(x.to(DEVICE) for x in arguments))
-    assert ((again - expected).abs() / largest).max() < 1e-6
+    scale = torch.logspace(1, -2, dim, dtype=torch.float64)
+    seen = torch.randn(2 * dim, dim, generator=generator, dtype=torch.float64) * scale
+    matrix = seen.mT @ seen + torch.eye(dim, dtype=torch.float64)
+    root = torch.linalg.inv(torch.linalg.cholesky(matrix))
+    rows = torch.linalg.qr(torch.randn(dim, rank, generator=generator, dtype=torch.float64)).Q.mT
+    u_TD = (torch.randn(tokens, dim, generator=generator, dtype=torch.float64) * scale).to(DEVICE, dtype)
+    root_RD = (rows @ root if rank < dim else root).to(DEVICE)
+    expected = (u_TD.double() @ root_RD.mT).square().sum(-1)
+    if rank == dim:
+        whole = (u_TD.double() @ torch.linalg.inv(matrix).to(DEVICE) * u_TD.double()).sum(-1)
+        torch.testing.assert_close(whole, expected, rtol=1e-8, atol=0)
+    got = novelty(u_TD, root_RD.float(), tokens_a_program=block)
+    torch.testing.assert_close(got.double(), expected, rtol=2e-3, atol=0)
+    torch.testing.assert_close(reference(u_TD, root_RD.float()), expected, rtol=1e-4, atol=0)
+    wide_TD = torch.stack([u_TD, torch.full_like(u_TD, 7.0)], -1)[..., 0]
+    assert torch.equal(novelty(wide_TD, root_RD.float(), tokens_a_program=block), got)

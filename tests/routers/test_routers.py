@@ -13,6 +13,7 @@ import vmoer
 from vmoer import gates, integrals
 from vmoer.attach import routers_of, switched_off
 from vmoer.errors import InputError
+from vmoer.fitting import _set
 from vmoer.routers import Call, methods
 
 
@@ -287,23 +288,30 @@ def test_laplace_curvature_against_its_formula() -> None:
     torch.testing.assert_close(factor @ factor.mT, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_novelty_from_leading_eigenvectors() -> None:
-    """Where the kept rank covers the spectrum the shortcut is within 1% of the exact value."""
-    r = router(vmoer.Deterministic(), gate())
+def test_novelty_by_a_few_random_rows() -> None:
+    """Oracle: a fixed vector's squared length along R of D random orthogonal directions is Beta(R / 2, (D - R) / 2)."""
+    dim, rank = 32, 8
     generator = torch.Generator().manual_seed(0)
-    basis = torch.randn(8, 32, generator=generator)
-    u = torch.randn(500, 8, generator=generator) @ basis
-    from vmoer.fitting import _set
-
+    u = torch.randn(500, dim, generator=generator) * torch.logspace(2, -2, dim)  # most of a state in few directions
     outer = (u.mT @ u).double()
-    new = torch.randn(40, 8, generator=generator) @ basis
-    exact = (new.double() @ torch.linalg.inv(outer + torch.eye(32, dtype=torch.float64)) * new.double()).sum(-1)
+    new = torch.randn(3, dim, generator=generator) * torch.logspace(2, -2, dim)
+    exact = (new.double() @ torch.linalg.inv(outer + torch.eye(dim, dtype=torch.float64)) * new.double()).sum(-1)
+    r = router(vmoer.Deterministic(), gate())
     _set(r, outer, 1.0, rank=None)
     torch.testing.assert_close(r.novelty(new).double(), exact, rtol=1e-3, atol=0)
-    _set(r, outer, 1.0, rank=8)
-    assert r.novelty_basis_RD.shape == (8, 32)
-    torch.testing.assert_close(r.novelty(new).double(), exact, rtol=1e-2, atol=0)
-    assert r.novelty(torch.randn(40, 32)).median() > 10 * exact.median()  # a new direction stands out
+    _set(r, outer, 1.0, rank=dim)
+    torch.testing.assert_close(r.novelty(new).double(), exact, rtol=1e-3, atol=0)
+    found = []
+    for r.layer in range(600):
+        _set(r, outer, 1.0, rank=rank)
+        found.append(r.novelty(new).double() / exact)
+    assert r.novelty_root_RD.shape == (rank, dim)
+    drawn = torch.stack(found)  # [layer, token]
+    spread = (2 * (dim - rank) / (rank * (dim + 2))) ** 0.5
+    assert (drawn.mean(0) - 1).abs().max() < 4 * spread / 600**0.5
+    assert (drawn.std(0) / spread - 1).abs().max() < 0.15
+    _set(r, outer, 1.0, rank=rank)
+    assert torch.equal(r.novelty(new).double() / exact, found[-1])  # the same every time
 
 
 def test_swag_moments() -> None:

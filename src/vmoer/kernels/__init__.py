@@ -132,13 +132,13 @@ def entropy(logits_TN: Tensor) -> Tensor | None:
     return entropies.entropy(logits_TN)
 
 
-def novelty(u_TD: Tensor, basis_RD: Tensor, inverse_R: Tensor, rest: Tensor) -> Tensor | None:
-    """u' A^-1 u (vmoer.kernels.quadratic.novelty), or None."""
-    if not _usable(u_TD, basis_RD, inverse_R, rest) or len(basis_RD) > 256 or basis_RD.dtype != torch.float32:
+def novelty(u_TD: Tensor, root_RD: Tensor) -> Tensor | None:
+    """|W u|^2 (vmoer.kernels.quadratic.novelty), or None."""
+    if not _usable(u_TD, root_RD) or len(root_RD) > 256 or root_RD.dtype != torch.float32:
         return None
     from vmoer.kernels import quadratic
 
-    return quadratic.novelty(u_TD, basis_RD, inverse_R, rest)
+    return quadratic.novelty(u_TD, root_RD)
 
 
 __all__ = [

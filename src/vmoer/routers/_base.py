@@ -157,9 +157,7 @@ class Router(nn.Module):
     needs_fit: ClassVar[bool] = False
     reads_narrow: ClassVar[bool] = False
     """Whether `forward` takes the logits in the model's dtype on a GPU, for a kernel that widens them as it reads."""
-    novelty_basis_RD: Tensor
-    novelty_inverse_R: Tensor
-    novelty_rest: Tensor
+    novelty_root_RD: Tensor
 
     def __init__(self, config: Any, gate: Gate, weight_ND: Tensor | None, layer: int, device: torch.device) -> None:
         super().__init__()
@@ -172,18 +170,14 @@ class Router(nn.Module):
 
     def register_novelty(self, device: torch.device) -> None:
         """Room for `vmoer.fit`; empty until fitted."""
-        self.register_buffer("novelty_basis_RD", torch.zeros(0, self.gate.hidden_size, device=device))
-        self.register_buffer("novelty_inverse_R", torch.zeros(0, device=device))
-        self.register_buffer("novelty_rest", torch.zeros((), device=device))
+        self.register_buffer("novelty_root_RD", torch.zeros(0, self.gate.hidden_size, device=device))
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Router":
-        """The statistics stay in float32 whatever the model is cast to: what is left over is a small difference."""
-        before = {name: getattr(self, name) for name in ("novelty_basis_RD", "novelty_inverse_R", "novelty_rest")}
+        """The statistics stay in float32 whatever the model is cast to: what they leave of a state is small against it."""
+        kept = self.novelty_root_RD
         super()._apply(fn, recurse)
-        for name, kept in before.items():
-            now = getattr(self, name)
-            if now.dtype != kept.dtype:
-                setattr(self, name, kept.to(now.device))
+        if self.novelty_root_RD.dtype != kept.dtype:
+            self.novelty_root_RD = kept.to(self.novelty_root_RD.device)
         return self
 
     @property
@@ -193,17 +187,14 @@ class Router(nn.Module):
 
     @property
     def fitted(self) -> bool:
-        return self.novelty_basis_RD.shape[0] > 0
+        return self.novelty_root_RD.shape[0] > 0
 
     def novelty(self, u_TD: Tensor) -> Tensor:
-        """u' A^-1 u = sum_r (v_r'u)^2 / (lambda_r + damping) + (|u|^2 - sum_r (v_r'u)^2) / damping, [T]."""
-        fused = kernels.novelty(u_TD, self.novelty_basis_RD, self.novelty_inverse_R, self.novelty_rest)
+        """u' A^-1 u = |W u|^2, [T]; W is a root of A^-1 or a sketch of it (vmoer.fitting)."""
+        fused = kernels.novelty(u_TD, self.novelty_root_RD)
         if fused is not None:
             return fused
-        u = u_TD.float()
-        along_TR = (u @ self.novelty_basis_RD.float().mT).square()
-        rest_T = (u.square().sum(-1) - along_TR.sum(-1)).clamp_min(0)
-        return (along_TR * self.novelty_inverse_R.float()).sum(-1) + rest_T * self.novelty_rest.float()
+        return (u_TD.float() @ self.novelty_root_RD.float().mT).square().sum(-1)
 
     def linear(self, x: Tensor, layer: nn.Linear) -> Tensor:
         """In float32 where gradients flow; in the model's dtype, with float32 accumulation, at inference."""

@@ -119,8 +119,7 @@ def router_macs(router: Any, weight: torch.Tensor, key: str) -> float:
     logits = torch.empty(TOKENS, weight.shape[0], device="meta")
     positions = torch.zeros(TOKENS, dtype=torch.long, device="meta")
     if key == "laplace":
-        router.novelty_basis_RD = torch.empty(weight.shape[1], weight.shape[1], device="meta")
-        router.novelty_inverse_R = torch.empty(weight.shape[1], device="meta")
+        router.novelty_root_RD = torch.empty(weight.shape[1], weight.shape[1], device="meta")
     if key == "swag":
         router.requires_grad_(False)
         router.fixed_weights()  # drawn once, not for every token: they are kept where nothing trains
