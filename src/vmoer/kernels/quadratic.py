@@ -3,6 +3,9 @@
 What is left of a state after W is small against the state itself, so the product must be better than bfloat16: states in
 bfloat16 are exact, and W is given as two bfloat16 numbers, 2^-18 of them lost. Floor at 16,384 tokens, D = 1536, R = 128: the
 states read once, 50 MB, 12 us; 6.4 G multiplications and additions, twice, 30 us.
+
+The tile of states feeds products and nothing else. Where it was squared and summed on the way too, Triton 3.6 gave it one buffer
+for Hopper's asynchronous products, and the next tile was copied over it while the last product still read it.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -11,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vmoer.kernels import MANY
 from vmoer.kernels._tiles import on_device, pad, product
 
 
@@ -35,22 +39,20 @@ def _novelty_kernel(
     tl.store(out_ptr + t, tl.sum(along_BR * along_BR, 1), mask=live)
 
 
-def novelty(u_TD: Tensor, root_RD: Tensor, *, tokens_a_program: int = 16) -> Tensor:
-    """[T] in float32; the root in float32.
-
-    Blocks of 128 tokens were faster, and wrong on an H200 (results/smolmoe): not to be taken before their test has passed there.
-    """
+def novelty(u_TD: Tensor, root_RD: Tensor, *, tokens_a_program: int | None = None) -> Tensor:
+    """[T] in float32; the root in float32."""
     tokens, dim = u_TD.shape
+    block = tokens_a_program or (16 if tokens < MANY else 128)
     rank = pad(len(root_RD), 16)
     out_T = torch.empty(tokens, dtype=torch.float32, device=u_TD.device)
     split, root_RD = u_TD.dtype == torch.bfloat16, root_RD.contiguous()
     high_RD = root_RD.bfloat16() if split else root_RD
     low_RD = (root_RD - high_RD).bfloat16() if split else high_RD
     with on_device(u_TD):
-        _novelty_kernel[(triton.cdiv(tokens, tokens_a_program),)](
+        _novelty_kernel[(triton.cdiv(tokens, block),)](
             u_TD, high_RD, low_RD, out_T, tokens, *u_TD.stride(),
-            D=dim, R=len(root_RD), R_PAD=rank, B=tokens_a_program, J=32 if u_TD.dtype == torch.float32 else 64, SPLIT=split,
-            num_warps=4 if tokens_a_program < 64 else 8, num_stages=4 if split and rank <= 128 else 2,
+            D=dim, R=len(root_RD), R_PAD=rank, B=block, J=32 if u_TD.dtype == torch.float32 else 64, SPLIT=split,
+            num_warps=4 if block < 64 else 8, num_stages=4 if split and rank <= 128 else 2,
         )  # fmt: skip
     return out_T
 
