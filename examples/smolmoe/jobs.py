@@ -260,7 +260,14 @@ def _factors(settings: Settings) -> list[Job]:
             run = study.out / "runs" / f"{factors.STUDY}-{(factors.DEFAULT if level.samples else level).slug}-s{seed}"
             if level.samples:
                 needs.append(_cell_name(factors.cell(study, factors.DEFAULT, seed)))
-            job = _cell(settings, "factors", factors.cell(study, level, seed), steps=steps, passes=100)
+            room = (
+                3
+                if level.train.get("objective")
+                else 2
+                if level.train.get("noisy_stage1") or "stage 1" in level.name
+                else 1
+            )
+            job = _cell(settings, "factors", factors.cell(study, level, seed), steps=steps, passes=100, room=room)
             out.append(dataclasses.replace(job, needs=tuple(needs), runs=(run,)))
     return out
 

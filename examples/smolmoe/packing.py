@@ -12,7 +12,6 @@ import io
 import json
 import shutil
 import tarfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -100,15 +99,13 @@ def drop(run: Path) -> None:
     shutil.rmtree(run, ignore_errors=True)
 
 
-def merged(folders: list[Path], task: Path, derive: Callable[[pa.Table], pa.Table | None] | None = None) -> bytes:
-    """The predictions of many folders as one file, with what follows from each."""
+def merged(folders: list[Path], task: Path) -> bytes:
+    """The predictions of many folders as one file."""
     tables = []
     for folder in folders:
         table = pq.read_table(folder / "predictions.parquet")
         table = table.drop([name for name in RECOMPUTED if name in table.column_names])
-        for one in (table, derive(table) if derive else None):
-            if one is not None:
-                tables.append(one.append_column("folder", pa.array([str(folder.relative_to(task))] * len(one))))
+        tables.append(table.append_column("folder", pa.array([str(folder.relative_to(task))] * len(table))))
     return _parquet(_rounded(pa.concat_tables(tables)))
 
 

@@ -26,10 +26,11 @@ from typing import Any
 
 from jobs import FEWER, HEADS, PAPER, TIERS, Job, Settings, jobs
 from packing import drop, merged, pack, unpack
-from tempering import tempered
 
 from vmoer.errors import InputError
 from vmoer.train import Plan
+
+TRIES = 3  # more, of a job that found the GPU's memory full
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -141,11 +142,16 @@ def _settings(given: argparse.Namespace) -> Settings:
 
 
 def execute(wanted: Sequence[Job], workers: int, end: float | None, out: Path, keep: bool = False) -> dict[str, str]:
-    """Do what is missing, the first in the list first; returns the reasons of those that failed."""
+    """Do what is missing, the first in the list first; returns the reasons of those that failed.
+
+    A job that found the memory full is tried again once another has ended.
+    """
     todo = [job for job in _needed(wanted) if not job.done]
     print(f"{len(wanted) - len(todo)} of {len(wanted)} jobs are done or not needed")
     failed: dict[str, str] = {}
+    tries: dict[str, int] = {}
     took: dict[str, float] = {}
+    full = False
     running: dict[Future[str], tuple[Job, float]] = {}
     began, number = time.monotonic(), 0
     with _pool(min(workers, max(1, len(todo)))) as pool:
@@ -153,7 +159,7 @@ def execute(wanted: Sequence[Job], workers: int, end: float | None, out: Path, k
             waiting = {job.name for job in todo} | {job.name for job, _ in running.values()}
             for job in [job for job in todo if not (waiting | failed.keys()).intersection(job.needs)]:
                 late = end is not None and time.monotonic() + took.get(job.kind, 0.0) > end
-                if running and sum(other.room for other, _ in running.values()) + job.room > workers:
+                if running and (full or sum(other.room for other, _ in running.values()) + job.room > workers):
                     break
                 if not late:
                     todo.remove(job)
@@ -161,17 +167,23 @@ def execute(wanted: Sequence[Job], workers: int, end: float | None, out: Path, k
             if not running:
                 break
             for future in wait(running, return_when=FIRST_COMPLETED).done:
-                job, start = running.pop(future)
-                number, took[job.kind] = number + 1, time.monotonic() - start
+                (job, start), full = running.pop(future), False
+                seconds = time.monotonic() - start
                 try:
                     reason = future.result()
                 except BrokenExecutor:
                     reason, todo = "its process was killed (out of memory?)", []
+                if reason.startswith("CUDA out of memory") and running and tries.get(job.name, 0) < TRIES:
+                    tries[job.name], full = tries.get(job.name, 0) + 1, True
+                    todo.insert(0, job)
+                    print(f"{job.name}: no room on the GPU, again when another has ended", flush=True)
+                    continue
+                number, took[job.kind] = number + 1, seconds
                 if reason:
                     failed[job.name] = reason
                 elif not keep:
                     _drop_runs(job, [*todo, *(other for other, _ in running.values())])
-                _tell(job, number, len(todo) + len(running), start - began, took[job.kind], reason, out)
+                _tell(job, number, len(todo) + len(running), start - began, seconds, reason, out)
     return failed
 
 
@@ -182,7 +194,7 @@ def attempt(work: Callable[[], None]) -> str:
     except Exception as error:
         if os.environ.get("VMOER_DEBUG"):
             traceback.print_exc()
-        return (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
     finally:
         _give_back()
     return ""
@@ -294,7 +306,7 @@ def results(out: Path) -> Path:
         folders = sorted(meta.parent for meta in task.glob("*/meta.json"))
         if folders:
             (place / task.name).mkdir(parents=True, exist_ok=True)
-            (place / task.name / "predictions.parquet").write_bytes(merged(folders, task, tempered))
+            (place / task.name / "predictions.parquet").write_bytes(merged(folders, task))
             meta = [json.loads((folder / "meta.json").read_text()) for folder in folders]
             keys = ("model", "source_task", "ood_tasks", "split", "dtype", "device", "versions", "passes")
             (place / task.name / "meta.json").write_text(
@@ -306,11 +318,21 @@ def results(out: Path) -> Path:
             (place / f"factors-{task.name}.parquet").write_bytes(merged(levels, task))
         rows += factors.summary(task)
         rows += [row for cell in sorted(task.glob("cells/*.json")) for row in json.loads(cell.read_text())["rows"]]
-    rows = [*scores.score(place), *stability.over_seeds(rows)]
+    rows = _together([*scores.score(place), *stability.over_seeds(rows)])
     write_rows(place / "metrics.json", rows)
     if (out / "timing.jsonl").exists():
         (place / "timing.jsonl").write_bytes((out / "timing.jsonl").read_bytes())
     return report(place)
+
+
+def _together(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Without each seed's own rows where there is one over all seeds: they follow from the predictions, and would be most."""
+
+    def key(row: dict[str, Any]) -> tuple[Any, ...]:
+        return tuple((name, row[name]) for name in row if name not in ("seed", "value", "low", "high", "note", "seeds"))
+
+    joint = {key(row) for row in rows if row["seed"] is None}
+    return [row for row in rows if row["seed"] is None or key(row) not in joint]
 
 
 def _check_stage1(task: str, metas: Sequence[dict[str, Any]]) -> None:

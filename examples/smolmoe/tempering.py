@@ -1,16 +1,21 @@
-"""An output temperature that grows where the routers have seen nothing alike, fitted like any other on validation.
+"""Does novelty know where an output temperature should be higher?
 
     T(x) = T (min(v(x), top) / v_0)^a,    a >= 0
 
-v is novelty, v_0 its median on validation, top its maximum there: no question is made less certain than the strangest of those
-the fit has seen. With a = 0 it is plain temperature scaling, which one number cannot make right on two data sets at once. Where a
-model knows more than its novelty says (words that fine-tuning never showed, but pre-training did), it errs to the careful side.
+v is novelty, v_0 its median where it is fitted, top its maximum there: no question is made less certain than the strangest that
+the fit has seen. With a = 0 it is plain temperature scaling, which one number cannot make right on two data sets at once.
 
-    python examples/smolmoe/tempering.py out/demo/vglr-fc-s0        NLL and debiased ECE of each task, as it is, +ts and +nts
+    python examples/smolmoe/tempering.py OUT/results/openbookqa [METHOD ...]
+
+prints NLL on each shift: as it is; with a temperature fitted at home, on validation; with one fitted at home and on the other
+shifts together, each set counted alike; and with T(x) fitted on the same. The shift itself is never fitted on. The last column is
+what novelty adds to the pooled temperature, with an interval over questions and seeds.
 """
 
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -21,10 +26,16 @@ from scipy.special import log_softmax
 
 from vmoer import metrics
 
-SUFFIX = "+nts"
+Fitted = tuple[float, float, float, float]
 
 
-def fit(log_probs: np.ndarray, answers: np.ndarray, novelty: np.ndarray) -> tuple[float, float, float, float]:
+class Answers(NamedTuple):
+    log_probs: np.ndarray
+    answers: np.ndarray
+    novelty: np.ndarray
+
+
+def fit(log_probs: np.ndarray, answers: np.ndarray, novelty: np.ndarray) -> Fitted:
     """T, a, v_0 and top that make the answers likeliest."""
     middle, top = float(np.median(novelty)), float(novelty.max())
     rows, known = np.arange(len(answers)), np.log(novelty / middle)
@@ -37,53 +48,79 @@ def fit(log_probs: np.ndarray, answers: np.ndarray, novelty: np.ndarray) -> tupl
     return float(np.exp(found.x[0])), float(found.x[1]), middle, top
 
 
-def apply(log_probs: np.ndarray, novelty: np.ndarray, fitted: tuple[float, float, float, float]) -> np.ndarray:
+def apply(log_probs: np.ndarray, novelty: np.ndarray, fitted: Fitted) -> np.ndarray:
     temperature, power, middle, top = fitted
-    return log_softmax(log_probs / (temperature * (np.minimum(novelty, top) / middle) ** power)[:, None], axis=1)
-
-
-def tempered(table: pa.Table) -> pa.Table | None:
-    """One method's test answers again, so tempered; None where it has no novelty or no validation answers."""
-    inside = table.filter(pc.equal(table["split"], "validation"))
-    outside = table.filter(pc.not_equal(table["split"], "validation"))
-    if not len(inside) or table["novelty"].null_count:
-        return None
-    fitted = fit(padded(inside), inside["answer"].to_numpy(), inside["novelty"].to_numpy())
-    found = apply(padded(outside), outside["novelty"].to_numpy(), fitted)
-    own = [row[: len(old)].tolist() for row, old in zip(found, outside["log_probs"].to_pylist(), strict=True)]
-    column = pa.array(own, outside.schema.field("log_probs").type)
-    method = pa.array([f"{name}{SUFFIX}" for name in outside["method"].to_pylist()], pa.string())
-    outside = outside.set_column(outside.column_names.index("log_probs"), "log_probs", column)
-    return outside.set_column(outside.column_names.index("method"), "method", method)
+    return np.asarray(log_softmax(log_probs / (temperature * (np.minimum(novelty, top) / middle) ** power)[:, None], 1))
 
 
 def padded(table: pa.Table) -> np.ndarray:
     return metrics.pad(table["log_probs"].to_pylist())
 
 
+def pooled(sets: list[Answers]) -> Answers:
+    """Every set drawn to the size of the largest, so that each counts alike."""
+    rng, size = np.random.default_rng(0), max(len(one.answers) for one in sets)
+    drawn = [[column[rows] for column in one] for one in sets for rows in [rng.integers(len(one.answers), size=size)]]
+    return Answers(*(np.concatenate(columns) for columns in zip(*drawn, strict=True)))
+
+
+def compared(home: Answers, shifts: dict[str, Answers]) -> Iterator[tuple[str, dict[str, np.ndarray], float]]:
+    """Each shift, the losses of its questions under each temperature, and the power of novelty that was found."""
+    for name, own in shifts.items():
+        both = pooled([home, *(other for key, other in shifts.items() if key != name)])
+        fitted = fit(*both)
+        kinds: dict[str, Callable[[], np.ndarray]] = {
+            "as it is": lambda own=own: own.log_probs,
+            "home": lambda own=own: metrics.apply_temperature(own.log_probs, metrics.fit_temperature(*home[:2])),
+            "pooled": lambda own=own, both=both: metrics.apply_temperature(
+                own.log_probs, metrics.fit_temperature(*both[:2])
+            ),
+            "novelty": lambda own=own, fitted=fitted: apply(own.log_probs, own.novelty, fitted),
+        }
+        rows = np.arange(len(own.answers))
+        yield name, {kind: -found()[rows, own.answers] for kind, found in kinds.items()}, fitted[1]
+
+
+def read(table: pa.Table) -> tuple[Answers, dict[str, Answers]]:
+    """A method's and seed's validation answers, and those to each shift."""
+    found = {}
+    for task, split in sorted({*zip(table["task"].to_pylist(), table["split"].to_pylist(), strict=True)}):
+        own = table.filter(pc.and_(pc.equal(table["task"], task), pc.equal(table["split"], split)))
+        found[task, split] = Answers(padded(own), own["answer"].to_numpy(), own["novelty"].to_numpy())
+    (task,) = (task for task, split in found if split == "validation")
+    shifts = {name: own for (name, split), own in found.items() if split == "test" and name != task}
+    return found[task, "validation"], shifts
+
+
 def main() -> int:
-    if len(sys.argv) != 2 or not (Path(sys.argv[1]) / "predictions.parquet").is_file():
-        print(
-            "usage: python examples/smolmoe/tempering.py FOLDER    (with predictions, validation among them)",
-            file=sys.stderr,
-        )
+    path = Path(sys.argv[1] if len(sys.argv) > 1 else "") / "predictions.parquet"
+    if not path.is_file():
+        print("usage: python examples/smolmoe/tempering.py FOLDER [METHOD ...]    (with predictions)", file=sys.stderr)
         return 2
-    table = pq.read_table(Path(sys.argv[1]) / "predictions.parquet")
-    warm = tempered(table)
-    if warm is None:
-        print(f"error: {sys.argv[1]} has no novelty or no validation answers", file=sys.stderr)
+    table = pq.read_table(path)
+    asked = set(table.filter(pc.equal(table["split"], "validation"))["method"].to_pylist())
+    blind = set(table.filter(pc.is_null(table["novelty"]))["method"].to_pylist())
+    wanted = sys.argv[2:] or sorted(asked - blind)
+    if wrong := [name for name in wanted if name not in asked - blind]:
+        print(f"error: {wrong[0]} has no novelty or no validation answers in {path.parent}", file=sys.stderr)
         return 2
-    inside = table.filter(pc.equal(table["split"], "validation"))
-    temperature = metrics.fit_temperature(padded(inside), inside["answer"].to_numpy())
-    plain = table.filter(pc.not_equal(table["split"], "validation"))
-    print(f"{'':24}{'NLL':>8}{'+ts':>8}{SUFFIX:>8}{'dECE':>10}{'+ts':>8}{SUFFIX:>8}")
-    for task in sorted({*plain["task"].to_pylist()}):
-        own, ours = (x.filter(pc.equal(x["task"], task)) for x in (plain, warm))
-        answers = own["answer"].to_numpy()
-        kinds = [padded(own), metrics.apply_temperature(padded(own), temperature), padded(ours)]
-        nll = [metrics.nll(kind, answers) for kind in kinds]
-        ece = [metrics.debiased_ece(metrics.confidence(k), metrics.correct_per_question(k, answers)) for k in kinds]
-        print(f"{task:24}" + "".join(f"{x:8.3f}" for x in nll) + "  " + "".join(f"{x:8.3f}" for x in ece))
+    print(f"{'':18}{'':16}{'as it is':>9}{'home':>8}{'pooled':>8}{'novelty':>9}{'power':>7}   novelty - pooled")
+    for method in wanted:
+        own = table.filter(pc.equal(table["method"], method))
+        losses: dict[str, dict[str, list[np.ndarray]]] = {}
+        powers: dict[str, list[float]] = {}
+        for seed in sorted({*own["seed"].to_pylist()}):
+            for shift, kinds, power in compared(*read(own.filter(pc.equal(own["seed"], seed)))):
+                powers.setdefault(shift, []).append(power)
+                for kind, loss in kinds.items():
+                    losses.setdefault(shift, {}).setdefault(kind, []).append(loss)
+        for shift, kinds_found in losses.items():
+            means = [float(np.mean(kinds_found[kind])) for kind in ("as it is", "home", "pooled", "novelty")]
+            value, low, high = metrics.paired_bootstrap(
+                np.stack(kinds_found["novelty"]), np.stack(kinds_found["pooled"])
+            )
+            shown = f"{means[0]:9.3f}{means[1]:8.3f}{means[2]:8.3f}{means[3]:9.3f}{np.mean(powers[shift]):7.2f}"
+            print(f"{method:18}{shift:16}{shown}   {value:+.3f} [{low:+.3f}, {high:+.3f}]")
     return 0
 
 

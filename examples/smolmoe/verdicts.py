@@ -1,9 +1,9 @@
 """What the study says to each claim, line by line, from OUT/results alone: python examples/smolmoe/verdicts.py OUT/results
 
 The variational method that is held to the goals is chosen on validation: the least NLL, a mean over tasks and seeds, among
-vglr-mf, vglr-fc, vglr-lr and vtsr with any averaging, as they are, with an output temperature (+ts) or with one that follows
-novelty (+nts); temperatures are fitted on one half of the validation questions and scored on the other. Differences come with
-paired bootstrap intervals over questions and seeds (vmoer.scores). A line that fails is an answer too: the exit code is 0.
+vglr-mf, vglr-fc, vglr-lr and vtsr with any averaging, as they are or with an output temperature (+ts), which is fitted on one
+half of the validation questions and scored on the other. Differences come with paired bootstrap intervals over questions and
+seeds (vmoer.scores). A line that fails is an answer too: the exit code is 0.
 """
 
 import json
@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-import tempering
 
 from vmoer import metrics
 from vmoer.predictions import ROUTER_SIGNALS
@@ -58,21 +57,13 @@ def show(row: Row | None) -> str:
 # -- the choice --------------------------------------------------------------------------------------------------------
 
 
-def validation_nll(log_probs: np.ndarray, answers: np.ndarray, novelty: np.ndarray | None, how: str) -> float:
-    """Temperatures are fitted on one half and scored on the other, both ways."""
-    rows = np.arange(len(answers))
-    if not how:
-        return float(-log_probs[rows, answers].mean())
-    scaled = np.empty_like(log_probs)
+def tempered_nll(log_probs: np.ndarray, answers: np.ndarray) -> float:
+    """The temperature is fitted on one half and scored on the other, both ways."""
+    rows, scaled = np.arange(len(answers)), np.empty_like(log_probs)
     for score in (rows % 2 == 0, rows % 2 == 1):
-        if how == tempering.SUFFIX:
-            assert novelty is not None
-            fitted = tempering.fit(log_probs[~score], answers[~score], novelty[~score])
-            scaled[score] = tempering.apply(log_probs[score], novelty[score], fitted)
-        else:
-            temperature = metrics.fit_temperature(log_probs[~score], answers[~score])
-            scaled[score] = metrics.apply_temperature(log_probs[score], temperature)
-    return float(-scaled[rows, answers].mean())
+        temperature = metrics.fit_temperature(log_probs[~score], answers[~score])
+        scaled[score] = metrics.apply_temperature(log_probs[score], temperature)
+    return metrics.nll(scaled, answers)
 
 
 def candidates(results: Path) -> dict[str, float]:
@@ -89,11 +80,9 @@ def candidates(results: Path) -> dict[str, float]:
             wanted.add((task, seed))
             if method.partition("+")[0] not in VARIATIONAL:
                 continue
-            log_probs, answers = tempering.padded(own), own["answer"].to_numpy()
-            novelty = None if own["novelty"].null_count else own["novelty"].to_numpy()
-            for how in ("", "+ts", *((tempering.SUFFIX,) if novelty is not None else ())):
-                value = validation_nll(log_probs, answers, novelty, how)
-                found.setdefault(f"{method}{how}", {})[task, seed] = value
+            log_probs, answers = metrics.pad(own["log_probs"].to_pylist()), own["answer"].to_numpy()
+            found.setdefault(method, {})[task, seed] = metrics.nll(log_probs, answers)
+            found.setdefault(f"{method}+ts", {})[task, seed] = tempered_nll(log_probs, answers)
     complete = {name: float(np.mean([*by.values()])) for name, by in found.items() if by.keys() == wanted}
     return dict(sorted(complete.items(), key=lambda item: item[1]))
 

@@ -1,6 +1,7 @@
 """What makes it calibrate: the design, the halves of validation, the rows, and a few levels on a small world."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,16 @@ def test_differences_are_paired_over_questions_and_seeds(tmp_path: Path) -> None
     assert rows["map", "nll"]["value"] == pytest.approx(theirs.mean(), abs=1e-12)
     assert ("map", "nll_minus_map") not in rows
     assert set(factors.METRICS) == {metric for level, metric in rows if level == "map"}
+    for folder in (tmp_path / "factors").glob("map-s*"):  # the same files as the default's
+        moved = folder.with_name(folder.name.replace("map", factors.DEFAULT.slug))
+        shutil.copytree(folder, moved)
+        level = json.loads((moved / "level.json").read_text()) | {"slug": factors.DEFAULT.slug, "level": "default"}
+        (moved / "level.json").write_text(json.dumps(level))
+    again = {(row["level"], row["metric"]): row for row in factors.summary(tmp_path)}
+    for end in ("value", "low", "high"):
+        assert again["other", "nll_minus_default"][end] == again["other", "nll_minus_map"][end]
+    assert again["map", "nll_minus_default"]["value"] == 0
+    assert ("default", "nll_minus_default") not in again
 
 
 # -- a few levels ------------------------------------------------------------------------------------------------------

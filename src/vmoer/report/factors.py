@@ -11,9 +11,9 @@ AVERAGING = ("router", "answer", "full")
 METRICS = {"nll": "NLL", "brier": "Brier", "debiased_ece": "dECE", "accuracy": "accuracy"}
 
 
-def _entry(rows: Sequence[Row], metric: str) -> Entry:
-    """A difference to map with its interval; coloured where the interval excludes zero."""
-    found = only(rows, metric=f"{metric}_minus_map")
+def _entry(rows: Sequence[Row], metric: str, baseline: str = "map") -> Entry:
+    """A difference with its interval; coloured where the interval excludes zero."""
+    found = only(rows, metric=f"{metric}_minus_{baseline}")
     if not found:
         return Entry("-")
     value, low, high = (found[0][name] for name in ("value", "low", "high"))
@@ -34,18 +34,21 @@ def table(rows: Sequence[Row]) -> Table:
                 continue
             nll = only(own, metric="nll")[0]
             labels = [Entry(factor), Entry(level), Entry(averaging)]
-            body.append([*labels, number(nll["value"]), *(_entry(own, metric) for metric in METRICS)])
+            line = [*labels, number(nll["value"]), *(_entry(own, metric) for metric in METRICS)]
+            body.append([*line, _entry(own, "nll", "default")])
     seeds = sorted({row["seeds"] for row in rows if row.get("seeds")})
     notes = [
         "Differences are to the map model of the same seed and the same stage-1 questions, paired over questions and seeds "
         f"({', '.join(map(str, seeds))} seed{'s' if seeds[-1:] > [1] else ''}), on the half of validation that neither "
         "stopping nor any other choice has seen; intervals are 95%.",
-        "Every level changes one thing about the default; `paper` is the protocol as printed.",
+        "Every level changes one thing about the default; `paper` is the protocol as printed. The last column is the "
+        "difference to the default averaged in the router.",
     ]
     if measured := only(rows, metric="logit_spread"):
         mean = sum(row["value"] for row in measured) / len(measured)
         notes.append(f"The spread of the logits, which prior scales are multiples of, is {mean:.3g} here.")
     columns = ["factor", "level", "averaged in", "NLL", *(f"{name} - map" for name in METRICS.values())]
+    columns.append("NLL - default")
     return Table("factors", "One factor at a time", columns, body, notes, labels=3)
 
 

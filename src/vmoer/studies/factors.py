@@ -8,8 +8,8 @@ a factor themselves, crossed with all others.
 
     OUT/factors/<level>-s<seed>/<averaging>/predictions.parquet     and level.json, written last
 
-`summary` makes the rows from these files alone: scores, and their paired differences to MAP with intervals over questions
-and seeds.
+`summary` makes the rows from these files alone: scores, and their paired differences to MAP, and of NLL to the default averaged
+in the router, with intervals over questions and seeds. A level that is to replace the default must beat it beyond its interval.
 """
 
 import dataclasses
@@ -108,6 +108,7 @@ def levels(study: Study, available: int) -> list[Level]:
         out += [Level("noise in stage 1", "sd 2, no stage 2", "fixed-noise", train=noisy)]
     places = [f"{place}:{third}" for place in ("susceptible", "first", "middle", "last")]
     counts = [f"susceptible:{n}" for n in (1, 2 * third) if n < available]
+    counts += [f"last:{2 * third}"] * (2 * third < available)
     out += [Level("layers", chosen, train={"layers": chosen}) for chosen in dict.fromkeys([*places, *counts])]
     out += [Level("S", str(n), samples=n) for n in (2, 8, 32, 128)]
     out += [Level("S", "fresh noise", config={"sampling": "mc"})]
@@ -297,6 +298,10 @@ def summary(out: Path, draws: int = 500) -> list[Row]:
             paired = {seed: own[seed] - theirs[seed] for seed in own if seed in theirs}
             if paired and slug != level["reference"]:
                 rows.append(_row(metric, f"{metric}_minus_map", paired, keys | {"seeds": len(paired)}))
+        ours = found.get((DEFAULT.slug, "router"), {})
+        paired = {seed: known["nll"] - ours[seed]["nll"] for seed, known in by_seed.items() if seed in ours}
+        if paired and (slug, averaging) != (DEFAULT.slug, "router"):
+            rows.append(_row("nll", "nll_minus_default", paired, keys | {"seeds": len(paired)}))
     return rows
 
 
