@@ -1,5 +1,6 @@
 """examples/smolmoe: the order of its jobs, stopping and going on, packs, and the study on a small world."""
 
+import dataclasses
 import json
 import shutil
 import subprocess
@@ -104,6 +105,9 @@ def test_a_part_may_take_fewer_seeds(
     assert seeds["tasks"] == {"0"}
     assert seeds["factors"] == {"0", "1"}
     assert seeds["main"] == seeds["layers"] == {"0", "1", "2"}
+    some = dataclasses.replace(settings, factors=("beta",))
+    levels = {job.name.split(", ")[1].partition(":")[0] for job in listed.jobs(some) if "factors" in job.name}
+    assert levels == {"map", "default", "beta"}
     with pytest.raises(SystemExit):
         go(place, tmp_path, "--seeds-of", "everything=2")
     assert "write PART=N" in capsys.readouterr().err
@@ -188,6 +192,18 @@ def test_stage_1_is_made_only_for_what_is_missing(tmp_path: Path) -> None:
     (tmp_path / "b").unlink()
     example.execute(wanted, 1, None, tmp_path)
     assert first.done
+
+
+def test_a_pack_made_meanwhile_speaks_of_nothing_that_it_does_not_hold(tmp_path: Path) -> None:
+    task = tmp_path / "a" / "t"
+    (task / "cells").mkdir(parents=True)
+    for name in ("whole-s0", "half-s0"):
+        (task / name).mkdir()
+        (task / name / "meta.json").write_text("{}")
+    pq.write_table(pa.table({"id": ["q"], "log_probs": [[-1.0, -2.0]]}), task / "whole-s0" / "predictions.parquet")
+    packing.pack(tmp_path / "a", tmp_path / "pack")
+    assert packing.unpack(tmp_path / "pack", tmp_path / "b") == 1
+    assert [path.parent.name for path in (tmp_path / "b").rglob("meta.json")] == ["whole-s0"]
 
 
 # -- a temperature that follows novelty --------------------------------------------------------------------------------

@@ -83,6 +83,8 @@ class Settings:
     batch_tokens: int = 32768
     seeds_of: Mapping[str, int] = dataclasses.field(default_factory=lambda: FEWER)
     """How many of the seeds a part takes, where not all."""
+    factors: tuple[str, ...] = factors.FACTORS
+    """Those whose levels are computed; the default and its stage 1, which all are compared with, always."""
 
     def part(self, tier: str) -> "Settings":
         return dataclasses.replace(self, seeds=self.seeds[: self.seeds_of.get(tier, len(self.seeds))])
@@ -247,7 +249,10 @@ def _brittleness(settings: Settings) -> list[Job]:
 def _factors(settings: Settings) -> list[Job]:
     study = settings.study(SOURCE)
     out = []
+    wanted = {"default", *settings.factors}
     for level in factors.levels(study, moe_layers(settings.model)):
+        if level.factor not in wanted and level is not factors.MAPS["default"]:
+            continue
         preset = parse(level.label)[1]
         plan = PRESETS["paper"].stage2 if preset == "paper" else settings.stage2
         share = held_out_share(level.train.get("stage2_data", PRESETS[preset].stage2_data)) or 1.0

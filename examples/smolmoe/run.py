@@ -28,6 +28,7 @@ from jobs import FEWER, HEADS, PAPER, TIERS, Job, Settings, jobs
 from packing import drop, merged, pack, unpack
 
 from vmoer.errors import InputError
+from vmoer.studies.factors import FACTORS
 from vmoer.train import Plan
 
 TRIES = 3  # more, of a job that found the GPU's memory full
@@ -98,6 +99,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="PART=N",
         help=f"how many of the seeds a part takes; all, but {', '.join(f'{part}={n}' for part, n in FEWER.items())}",
     )
+    out.add_argument("--factors", nargs="+", choices=FACTORS, default=FACTORS, help="those to vary, in that part")
     for stage, plan in (
         ("stage1", Settings.__dataclass_fields__["stage1"]),
         ("stage2", Settings.__dataclass_fields__["stage2"]),
@@ -135,6 +137,7 @@ def _settings(given: argparse.Namespace) -> Settings:
         passes=given.passes,
         batch_tokens=given.batch_tokens,
         seeds_of=FEWER | dict(given.seeds_of),
+        factors=tuple(given.factors),
     )
 
 
