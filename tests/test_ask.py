@@ -175,6 +175,12 @@ def test_a_threshold_of_letters(run_folder: Path, tmp_path: Path, capsys: pytest
         assert said["abstained"] == abstains
         assert said["value"] == pytest.approx(1 - p, abs=1e-5)
         assert ("probabilities" in said) == (not abstains)
+    file = threshold_file(tmp_path / "t.json", threshold=2.0, temperature=2.5, **changes)
+    said = json.loads(ask(capsys, run_folder, QUESTION, *choices, "--abstain-above", file, "--json")[0])
+    assert said["probabilities"] == pytest.approx((log_p / 2.5).softmax(-1).tolist(), abs=1e-5)
+    assert said["value"] == pytest.approx(1 - p, abs=1e-5)  # the threshold is on the model's own
+    out, _ = ask(capsys, run_folder, QUESTION, *choices, "--abstain-above", file)
+    assert "probabilities at temperature 2.5, fitted on validation questions of demo" in out
     answer = vmoer.generate(model, tokenizer, [{"role": "user", "content": QUESTION}])
     first = 1 - math.exp(answer.log_probs[0])
     file = threshold_file(file, threshold=first - 1e-3, **changes)

@@ -14,6 +14,7 @@ from test_predict import save_tiny
 from test_scores import arrays, cell, save
 
 import vmoer
+from vmoer import metrics
 from vmoer.cli import run
 from vmoer.commands.threshold import read_threshold
 from vmoer.errors import InputError
@@ -46,6 +47,10 @@ def test_what_the_file_says_is_what_the_rows_say(
     assert said == json.loads((tmp_path / "t.json").read_text()) == read_threshold(tmp_path / "t.json")
     assert (said["form"], said["signal"], said["method"], said["task"]) == ("letters", "least_confidence", "map", "own")
     assert 0 < said["threshold"] < ALL
+    grid = np.geomspace(0.1, 10, 2001)  # oracle: the least NLL on a grid
+    log_probs, answers = arrays(cells["validation"])
+    losses = [metrics.nll(metrics.apply_temperature(log_probs, t), answers) for t in grid]
+    assert said["temperature"] == pytest.approx(grid[int(np.argmin(losses))], rel=0.01)
     assert said["validation"]["risk"][0] < said["promised_risk"] <= 0.45
     for split, one in cells.items():
         values, wrong = doubt(one)

@@ -4,6 +4,7 @@ A token is marked by the probability it was chosen with, or by a signal of the r
 brackets. `--abstain-above` takes a number, held against the answer's score, or a file of `vmoer threshold`, held against the
 signal that the file names. A file chosen on letters is meant for questions with options (`--choice`); held against a free
 answer, it is read at that answer's first token, where a letter would have been, and a note says that it promises nothing there.
+Options' probabilities are those at the file's output temperature; signals are the model's own, which the threshold is on.
 """
 
 import json
@@ -230,7 +231,10 @@ def _of_letter(
     seed: int,
 ) -> Reading:
     """As `vmoer eval` answers: by the letters' probabilities where the prompt ends."""
+    import numpy as np
+
     from vmoer.generation import ready
+    from vmoer.metrics import apply_temperature
     from vmoer.predict import _context, _seeded, answer, collate
     from vmoer.predictions import SIGNALS
     from vmoer.tasks import LETTERS as ALPHABET
@@ -253,10 +257,18 @@ def _of_letter(
     score = score or "predictive_entropy"
     if score not in judged:
         raise InputError(f"score={score!r}: choose one of {', '.join(judged)}")
+    temperature = file.get("temperature")
+    if temperature is not None:
+        chances = np.exp(apply_temperature([found["log_probs"][0]], temperature)[0]).tolist()
     best = max(range(n), key=lambda i: chances[i])
     text, p = f"{ALPHABET[best]}. {choices[best]}", chances[best]
     shown = [f"{ALPHABET[i]}. {choices[i]}: {chances[i]:.3f}" for i in range(n)] + [f"{score} {judged[score]:.4g}"]
-    record = {"text": choices[best], "letter": ALPHABET[best], "probabilities": chances, "signals": judged}
+    if temperature is not None:
+        shown.append(
+            f"probabilities at temperature {temperature:.3g}, fitted on validation questions of {file.get('task')}"
+        )
+    record: dict[str, Any] = {"text": choices[best], "letter": ALPHABET[best], "probabilities": chances}
+    record |= {"temperature": temperature, "signals": judged}
     mark = 0 if p >= LIKELY else 1 if p >= EVEN else 2
     legend = [f"probability below {LIKELY:g}", f"below {EVEN:g}"]
     return Reading([(text, mark)], legend, judged, score, shown, record | {"score": judged[score]})

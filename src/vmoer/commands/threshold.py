@@ -2,6 +2,8 @@
 
 Chosen on validation, with a promise (`metrics.selective.promised_threshold`), then held against test. The promise is for a model
 that was fixed before it saw these questions: where they also chose its early stopping or its beta, test has the last word.
+With letters the file also has the output temperature that makes the validation answers likeliest: `vmoer ask` gives
+probabilities at it.
 """
 
 import json
@@ -124,6 +126,8 @@ def read_threshold(path: Path) -> dict[str, Any]:
         raise InputError(f"{path} is not valid JSON: {error}") from None
     if not known or not isinstance(chosen.get("signal"), str) or not isinstance(chosen.get("threshold"), int | float):
         raise InputError(f"{path} is not a threshold file of this version of vmoer")
+    if not isinstance(chosen.get("temperature", 1.0), int | float):
+        raise InputError(f"{path} has no number for a temperature")
     if math.isnan(chosen["threshold"]):
         raise InputError(f"{path} has no number for a threshold")
     return chosen
@@ -163,6 +167,8 @@ def _letters(folder: Path, method: str | None, seed: int | None) -> Found:
         signals["prompt_tokens"] = cell.prompt_tokens.astype(np.float64)
         found[split] = Answered(len(cell.ids), 1 - m.correct_per_question(cell.log_probs, cell.answers), signals)
     about: dict[str, Any] = {"model": group.model, "method": key.method, "seed": key.seed, "task": key.task}
+    cell = group.cells[key]
+    about["temperature"] = m.fit_temperature(cell.log_probs, cell.answers)
     meta = _meta(folder)
     return Found(LETTERS, about | {name: meta[name] for name in ("averaging", "passes") if name in meta}, found)
 
