@@ -2,11 +2,9 @@
 
 from functools import partial
 
-from vmoer.gates import find
-from vmoer.models import open_model
 from vmoer.studies._ablation import measure
 from vmoer.studies._grid import Cell
-from vmoer.studies._variants import Study
+from vmoer.studies._variants import Study, moe_layers
 
 STUDY = "layer-count"
 COUNTS = (1, 2, 4, 8, 10, 12, 15)
@@ -14,7 +12,7 @@ METHODS = ("mcdr", "vglr-fc", "vtsr")
 
 
 def cells(study: Study) -> list[Cell]:
-    available = len(find(open_model(study.model, device="cpu").model))
+    available = moe_layers(study.model)
     counts = [n for n in COUNTS if n <= available]
     return [
         Cell(
