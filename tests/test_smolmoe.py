@@ -238,7 +238,7 @@ def test_without_differences_in_novelty_it_is_temperature_scaling() -> None:
 
 
 def test_what_novelty_adds_to_a_temperature_is_seen() -> None:
-    """Oracle: sets whose right temperature is their novelty; one temperature for all must be worse on every one of them."""
+    """Oracle: sets whose right temperature is their novelty; one for all must be worse on the nearest and the farthest."""
 
     def answers(novelty: float, seed: int) -> tempering.Answers:
         rng = np.random.default_rng(seed)

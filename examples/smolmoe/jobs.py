@@ -255,23 +255,19 @@ def _factors(settings: Settings) -> list[Job]:
             continue
         preset = parse(level.label)[1]
         plan = PRESETS["paper"].stage2 if preset == "paper" else settings.stage2
-        share = held_out_share(level.train.get("stage2_data", PRESETS[preset].stage2_data)) or 1.0
+        share = held_out_share(level.train.get("stage2_data", PRESETS[preset].stage2_data))
         trained = not level.samples and parse(level.label)[0] not in ("map", "fixed-noise", "laplace")
-        steps = _steps(settings, SOURCE, share, plan) * (4 if level.train.get("objective") else 1) if trained else 0
-        if level.train.get("noisy_stage1") or share not in (1.0, held_out_share(PRESETS[preset].stage2_data)):
+        whole = 4 if level.train.get("objective") else 1  # passes of a step
+        steps = _steps(settings, SOURCE, share or 1.0, plan) * whole if trained else 0
+        own_stage1 = level.train.keys() & {"noisy_stage1", "stage2_data"}
+        if own_stage1:
             steps += _steps(settings, SOURCE, 1 - share, settings.stage1)
         for seed in study.seeds:
             needs = [_stage_name(SOURCE, preset, seed)]
             run = study.out / "runs" / f"{factors.STUDY}-{(factors.DEFAULT if level.samples else level).slug}-s{seed}"
             if level.samples:
                 needs.append(_cell_name(factors.cell(study, factors.DEFAULT, seed)))
-            room = (
-                3
-                if level.train.get("objective")
-                else 2
-                if level.train.get("noisy_stage1") or "stage 1" in level.name
-                else 1
-            )
+            room = max(1, 3 * (whole > 1), 2 * bool(own_stage1))
             job = _cell(settings, "factors", factors.cell(study, level, seed), steps=steps, passes=100, room=room)
             out.append(dataclasses.replace(job, needs=tuple(needs), runs=(run,)))
     return out

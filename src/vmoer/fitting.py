@@ -75,9 +75,8 @@ def fit(
             sums.count += int(keep_BT.sum())
             with torch.random.fork_rng([device] if device.type == "cuda" else []):  # for methods that draw fresh noise
                 torch.manual_seed(0)
-                model(
-                    **inputs, **last, use_cache=False
-                )  # with a cache transformers would not keep packed documents apart
+                # with a cache transformers would not keep packed documents apart
+                model(**inputs, **last, use_cache=False)
     finally:
         attachment.collector = None
         model.train(training)

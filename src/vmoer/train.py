@@ -70,7 +70,7 @@ def train(
     stage1_plan: Plan = STAGE1,
     stage2_plan: Plan | None = None,
     rank: int = 16,
-    objective: Objective | None = None,
+    objective: Objective = "elbo",
     passes: int = 4,
     stage2_data: str | None = None,
     noisy_stage1: bool = False,
@@ -96,7 +96,7 @@ def train(
     out, preset = Path(out), preset_named(preset)
     config = preset.config(method) if isinstance(method, str) else method
     config = with_value(config, "seed", seed)
-    stage2_plan, objective = stage2_plan or preset.stage2, objective or preset.objective
+    stage2_plan = stage2_plan or preset.stage2
     layers = layers or (preset.layers if isinstance(method, str) else None)
     if (Path(model) / "run.json").exists():
         raise InputError(

@@ -1,4 +1,4 @@
-"""Oracle: the quadratic form with the inverse matrix written out, in float64."""
+"""Oracle: the same product in float64; of full rank, the quadratic form with the inverse matrix written out."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ CASES += [(300, 576, 256, 128)] + ([] if INTERPRETED else [(5000, 576, 256, None
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("tokens", "dim", "rank", "block"), CASES)
 def test_novelty(tokens: int, dim: int, rank: int, block: int | None, dtype: torch.dtype) -> None:
-    """Of states that lie, but for a thousandth of their squared length, where the fitted ones do."""
+    """Of states like the fitted ones: nearly all of their length lies in a few directions, which W all but takes away."""
     generator = torch.Generator().manual_seed(tokens)
     scale = torch.logspace(1, -2, dim, dtype=torch.float64)
     seen = torch.randn(2 * dim, dim, generator=generator, dtype=torch.float64) * scale

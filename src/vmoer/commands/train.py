@@ -21,9 +21,7 @@ def train(
     ] = None,
     preset: Annotated[str, typer.Option(help="default, or paper: the protocol exactly as printed.")] = "default",
     beta: Annotated[float | None, typer.Option(help="Weight of the KL, in place of the preset's.")] = None,
-    objective: Annotated[
-        str | None, typer.Option(help="elbo, or predictive: log of the passes' mean likelihood; else the preset's.")
-    ] = None,
+    objective: Annotated[str, typer.Option(help="elbo, or predictive: log of the passes' mean likelihood.")] = "elbo",
     passes: Annotated[int, typer.Option(help="Passes of the predictive objective.")] = 4,
     stage2_data: Annotated[str | None, typer.Option(help="train, held-out:0.2, or split:NAME.")] = None,
     noisy_stage1: Annotated[

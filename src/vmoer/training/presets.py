@@ -7,7 +7,6 @@ from typing import Any
 
 from vmoer.errors import InputError
 from vmoer.routers import Config, method
-from vmoer.training.objective import Objective
 from vmoer.training.plan import Plan
 
 STAGE1 = Plan(epochs=3)
@@ -27,7 +26,6 @@ class Preset:
     layers: str
     stage2_data: str
     stage2: Plan = STAGE2
-    objective: Objective = "elbo"
     paper_splits: bool = False
     beta: Mapping[str, float] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
