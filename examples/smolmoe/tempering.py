@@ -7,13 +7,14 @@ the fit has seen. With a = 0 it is plain temperature scaling, which one number c
 
     python examples/smolmoe/tempering.py OUT/results/openbookqa [METHOD ...]
 
-prints NLL on each shift: as it is; with a temperature fitted at home, on validation; with one fitted at home and on the other
-shifts together, each set counted alike; and with T(x) fitted on the same. The shift itself is never fitted on. The last column is
-what novelty adds to the pooled temperature, with an interval over questions and seeds.
+prints NLL on each shift: as it is; with a temperature fitted at home, on validation, and with T(x) fitted there; with a
+temperature fitted at home and on the other shifts together, each set counted alike, and with T(x) fitted on the same, whose power a is given.
+The shift itself is never fitted on. The last column is what novelty adds to the pooled temperature, with an interval over
+questions and seeds.
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -67,18 +68,16 @@ def pooled(sets: list[Answers]) -> Answers:
 def compared(home: Answers, shifts: dict[str, Answers]) -> Iterator[tuple[str, dict[str, np.ndarray], float]]:
     """Each shift, the losses of its questions under each temperature, and the power of novelty that was found."""
     for name, own in shifts.items():
-        both = pooled([home, *(other for key, other in shifts.items() if key != name)])
-        fitted = fit(*both)
-        kinds: dict[str, Callable[[], np.ndarray]] = {
-            "as it is": lambda own=own: own.log_probs,
-            "home": lambda own=own: metrics.apply_temperature(own.log_probs, metrics.fit_temperature(*home[:2])),
-            "pooled": lambda own=own, both=both: metrics.apply_temperature(
-                own.log_probs, metrics.fit_temperature(*both[:2])
-            ),
-            "novelty": lambda own=own, fitted=fitted: apply(own.log_probs, own.novelty, fitted),
-        }
+        found, power = {"as it is": own.log_probs}, 0.0
+        for kind, seen in (
+            ("home", home),
+            ("pooled", pooled([home, *(o for key, o in shifts.items() if key != name)])),
+        ):
+            fitted = fit(*seen)
+            found[kind] = metrics.apply_temperature(own.log_probs, metrics.fit_temperature(*seen[:2]))
+            found[f"{kind}, v"], power = apply(own.log_probs, own.novelty, fitted), fitted[1]
         rows = np.arange(len(own.answers))
-        yield name, {kind: -found()[rows, own.answers] for kind, found in kinds.items()}, fitted[1]
+        yield name, {kind: -log_probs[rows, own.answers] for kind, log_probs in found.items()}, power
 
 
 def read(table: pa.Table) -> tuple[Answers, dict[str, Answers]]:
@@ -104,22 +103,20 @@ def main() -> int:
     if wrong := [name for name in wanted if name not in asked - blind]:
         print(f"error: {wrong[0]} has no novelty or no validation answers in {path.parent}", file=sys.stderr)
         return 2
-    print(f"{'':18}{'':16}{'as it is':>9}{'home':>8}{'pooled':>8}{'novelty':>9}{'power':>7}   novelty - pooled")
+    kinds = ("as it is", "home", "home, v", "pooled", "pooled, v")
+    print(f"{'':18}{'':16}{''.join(f'{kind:>11}' for kind in kinds)}{'power':>8}   what v adds to pooled")
     for method in wanted:
         own = table.filter(pc.equal(table["method"], method))
         losses: dict[str, dict[str, list[np.ndarray]]] = {}
         powers: dict[str, list[float]] = {}
         for seed in sorted({*own["seed"].to_pylist()}):
-            for shift, kinds, power in compared(*read(own.filter(pc.equal(own["seed"], seed)))):
+            for shift, by_kind, power in compared(*read(own.filter(pc.equal(own["seed"], seed)))):
                 powers.setdefault(shift, []).append(power)
-                for kind, loss in kinds.items():
+                for kind, loss in by_kind.items():
                     losses.setdefault(shift, {}).setdefault(kind, []).append(loss)
-        for shift, kinds_found in losses.items():
-            means = [float(np.mean(kinds_found[kind])) for kind in ("as it is", "home", "pooled", "novelty")]
-            value, low, high = metrics.paired_bootstrap(
-                np.stack(kinds_found["novelty"]), np.stack(kinds_found["pooled"])
-            )
-            shown = f"{means[0]:9.3f}{means[1]:8.3f}{means[2]:8.3f}{means[3]:9.3f}{np.mean(powers[shift]):7.2f}"
+        for shift, found in losses.items():
+            value, low, high = metrics.paired_bootstrap(np.stack(found["pooled, v"]), np.stack(found["pooled"]))
+            shown = "".join(f"{np.mean(found[kind]):11.3f}" for kind in kinds) + f"{np.mean(powers[shift]):8.2f}"
             print(f"{method:18}{shift:16}{shown}   {value:+.3f} [{low:+.3f}, {high:+.3f}]")
     return 0
 
