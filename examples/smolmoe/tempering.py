@@ -8,9 +8,9 @@ the fit has seen. With a = 0 it is plain temperature scaling, which one number c
     python examples/smolmoe/tempering.py OUT/results/openbookqa [METHOD ...]
 
 prints NLL on each shift: as it is; with a temperature fitted at home, on validation, and with T(x) fitted there; with a
-temperature fitted at home and on the other shifts together, each set counted alike, and with T(x) fitted on the same, whose power a is given.
-The shift itself is never fitted on. The last column is what novelty adds to the pooled temperature, with an interval over
-questions and seeds.
+temperature fitted at home and on the other shifts together, each set counted alike, and with T(x) fitted on the same, whose
+power a is given. The shift itself is never fitted on. The last column is what novelty adds to the pooled temperature, with an
+interval over questions and seeds.
 """
 
 import sys
