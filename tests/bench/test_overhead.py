@@ -61,6 +61,16 @@ def test_every_row_is_there_and_geometries_stay(tmp_path: Path, monkeypatch: pyt
     assert "## one" in text
     assert "## two" in text
     assert "answer-32" in text
+    overhead.run(["one"], out, True, lambda text: None, ["novelty"])
+    again = json.loads(out.read_text())
+    assert {place(row) for row in again["rows"]} == {place(row) for row in report["rows"]}
+    assert again["routers"] == report["routers"]
+    changed = [row for row in again["rows"] if row not in report["rows"]]
+    assert {(row["geometry"], row["method"]) for row in changed} == {("one", "novelty")}
+
+
+def place(row: dict[str, object]) -> tuple[object, ...]:
+    return tuple(row[key] for key in ("geometry", "method", "phase", "launch", "tokens"))
 
 
 def test_ratios_are_taken_within_a_round() -> None:

@@ -2,16 +2,17 @@
 
     vmoer bench --out results/overhead/h200.json             all geometries, on a GPU
     vmoer bench --geometries granite-3b --quick              a first look
+    vmoer bench --methods vglr-fc,novelty --out FILE         those alone
     vmoer bench --out results/overhead/cpu.json              without a GPU: a reduced geometry
 
 Writes `{"machine": ..., "ceilings": ..., "rows": [...], "routers": [...]}` and a Markdown table beside it. A row is
 {geometry, method, phase: prefill|decode|answer, launch: eager|graph, tokens, batch, time_ratio, low, high, seconds,
 memory_ratio};
 ratios are medians and quartiles over rounds of a method's time over the mean of the plain model's just before and after it.
-Geometries already in the file and not measured again are kept. Weights are random and in bfloat16, the attached routers' too,
-as a model cast for inference has them; prefill asks for the last token's logits, as generation does. The row `novelty` is the
-plain model with its signals recorded, novelty at rank 128 among them; the phase `answer` has `answer-32`, the answers of 64
-prompts of 1,024 tokens, each averaged over 32 routing samples of its last token, against one pass over the same prompts.
+Geometries and methods already in the file and not measured again are kept. Weights are random and in bfloat16, the attached
+routers' too, as a model cast for inference has them; prefill asks for the last token's logits, as generation does. The row
+`novelty` is the plain model with its signals recorded, novelty at rank 128 among them; the phase `answer` has `answer-32`, the
+answers of 64 prompts of 1,024 tokens, each averaged over 32 routing samples of its last token, against one pass over the same.
 """
 
 import gc
@@ -21,7 +22,7 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,9 @@ def configurations(layers: list[int]) -> dict[str, Any]:
         "listing": Listing(layers=layers, samples=35),
         "swag": vmoer.SWAG(layers=layers, samples=35),
     }
+
+
+METHODS = (*configurations([]), "novelty", f"answer-{PASSES}")
 
 
 def attached(model: nn.Module, config: Any) -> nn.Module:
@@ -225,7 +229,8 @@ def router_alone(
     hidden = geometry.config["hidden_size"]
     states = torch.randn(tokens, hidden, device=DEVICE, dtype=DTYPE)
     layer = geometry.layers()[0]
-    path = next(name for name, m in models["vglr-fc"].named_modules() if m is routers(models["vglr-fc"])[0])
+    first = next(model for name, model in models.items() if name != PLAIN)
+    path = next(name for name, m in first.named_modules() if m is routers(first)[0])
     variants = {}
     for name, model in models.items():
         router = model.get_submodule(path)
@@ -259,14 +264,18 @@ def router_alone(
     return rows
 
 
-def measure(name: str, geometry: Geometry, quick: bool, ceiling: dict[str, float]) -> dict[str, list[dict[str, Any]]]:
+def with_novelty(plain: nn.Module, layers: list[int]) -> nn.Module:
+    model = vmoer.attach(twin(plain), vmoer.Deterministic(layers=layers)).eval().requires_grad_(False)
+    vmoer.fit(model, [{"input_ids": Prefill(plain, 4096 if DEVICE == "cuda" else 256).ids}], rank=RANK)
+    return model
+
+
+def measure(
+    name: str, geometry: Geometry, quick: bool, ceiling: dict[str, float], methods: Sequence[str]
+) -> dict[str, list[dict[str, Any]]]:
     start = time.perf_counter()
-    plain = geometry.build(DEVICE, DTYPE)
-    models = {PLAIN: plain}
-    for key, config in configurations(geometry.layers()).items():
-        models[key] = attached(plain, config)
-    novelty = vmoer.attach(twin(plain), vmoer.Deterministic(layers=geometry.layers())).eval().requires_grad_(False)
-    vmoer.fit(novelty, [{"input_ids": Prefill(plain, 4096 if DEVICE == "cuda" else 256).ids}], rank=RANK)
+    plain, known = geometry.build(DEVICE, DTYPE), configurations(geometry.layers())
+    models = {PLAIN: plain} | {key: attached(plain, known[key]) for key in known if key in methods}
     print(f"{name}: built in {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
     gpu = DEVICE == "cuda"
     rounds = 3 if quick else 5
@@ -277,14 +286,19 @@ def measure(name: str, geometry: Geometry, quick: bool, ceiling: dict[str, float
         works = {name: prefill.of(model) for name, model in models.items()}
         memory[tokens] = peak(models, prefill)
         about = {"geometry": name, "phase": "prefill", "tokens": tokens, "batch": prefill.batch}
-        if tokens == sizes[-1]:
+        if tokens == sizes[-1] and "novelty" in methods:
+            novelty = with_novelty(plain, geometry.layers())
             works["novelty"] = recorded(novelty, prefill.of(novelty))
+        if len(works) == 1:
+            continue
         rows += timed(works, False, rounds + (6 if tokens == sizes[-1] and not quick else 0), about)
         if gpu and tokens <= 1024:
             rows += timed(works, True, rounds, about)
         clean()
-    rows += answers(name, plain, models["vglr-fc"], PROMPTS * 1024 if gpu else sizes[-1], rounds)
-    for batch in ([16] if quick else [1, 16, 64]) if gpu else [1, 4]:
+    if f"answer-{PASSES}" in methods:
+        full = models.get("vglr-fc") or attached(plain, known["vglr-fc"])
+        rows += answers(name, plain, full, PROMPTS * 1024 if gpu else sizes[-1], rounds)
+    for batch in (([16] if quick else [1, 16, 64]) if gpu else [1, 4]) if len(models) > 1 else ():
         decode = Decode(plain, batch)
         about = {"geometry": name, "phase": "decode", "tokens": batch, "batch": batch}
         works = {name: decode.of(model) for name, model in models.items()}
@@ -294,7 +308,9 @@ def measure(name: str, geometry: Geometry, quick: bool, ceiling: dict[str, float
     for row in rows:
         ratios = memory.get(row["tokens"], {}) if row["phase"] == "prefill" else {}
         row["memory_ratio"] = ratios.get(row["method"])
-    alone = [{"geometry": name, **row} for row in router_alone(models, geometry, sizes[-1], rounds, ceiling)]
+    alone = []
+    if len(models) > 1:
+        alone = [{"geometry": name, **row} for row in router_alone(models, geometry, sizes[-1], rounds, ceiling)]
     print(f"{name}: {time.perf_counter() - start:.0f} s in all", file=sys.stderr, flush=True)
     return {"rows": rows, "routers": alone}
 
@@ -359,21 +375,34 @@ def table(report: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def run(names: list[str], out: Path | None, quick: bool, say: Callable[[str], object]) -> dict[str, Any]:
-    """Measure geometries; what a file holds of others is kept."""
+def merged(before: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows measured again take the place of the former ones. The plain model's times, to which other methods' ratios go, stay."""
+
+    def place(row: dict[str, Any]) -> tuple[Any, ...]:
+        return tuple(row.get(key) for key in ("geometry", "phase", "launch", "tokens", "batch", "method"))
+
+    found = {place(row): row for row in before}
+    found |= {place(row): row for row in rows if row["method"] != PLAIN or place(row) not in found}
+    return list(found.values())
+
+
+def run(
+    names: list[str], out: Path | None, quick: bool, say: Callable[[str], object], methods: Sequence[str] = METHODS
+) -> dict[str, Any]:
+    """Measure methods at geometries; what a file holds of others is kept."""
     # transformers looks for packed rows on the host, which would forbid a graph; there are none here
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
     report: dict[str, Any] = {"machine": machine(), "ceilings": ceilings(DEVICE), "rows": [], "routers": []}
     if out is not None and out.exists():
         before = json.loads(out.read_text())
         for key in ("rows", "routers"):
-            report[key] = [row for row in before.get(key, []) if row["geometry"] not in names]
+            report[key] = [r for r in before.get(key, []) if r["geometry"] not in names or set(methods) != set(METHODS)]
     with torch.no_grad():
         for name in names:
             say(f"{name} ...")
-            found = measure(name, KNOWN[name], quick, report["ceilings"])
-            report["rows"] += found["rows"]
-            report["routers"] += found["routers"]
+            found = measure(name, KNOWN[name], quick, report["ceilings"], methods)
+            for key, rows in found.items():
+                report[key] = merged(report[key], rows)
             clean()
             if out is not None:  # after every geometry: a run that is cut short leaves what it has
                 write_json(out, report)

@@ -16,6 +16,7 @@ def bench(
         str, typer.Option(help="Separated by commas; by default all that this machine can take.")
     ] = "",
     out: Annotated[Path | None, typer.Option(help="A JSON file; a table of the same name ends in .md.")] = None,
+    methods: Annotated[str, typer.Option(help="Separated by commas; by default all. One of them may be novelty.")] = "",
     quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes and rounds.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -26,5 +27,8 @@ def bench(
     names = list(listed(geometries)) or list(overhead.KNOWN)
     if unknown := [name for name in names if name not in overhead.KNOWN]:
         raise InputError(f"unknown geometry {unknown[0]!r} (known on this machine: {', '.join(overhead.KNOWN)})")
-    report = overhead.run(names, out, quick, lambda line: print(line, file=sys.stderr, flush=True))
+    wanted = list(listed(methods)) or list(overhead.METHODS)
+    if unknown := [name for name in wanted if name not in overhead.METHODS]:
+        raise InputError(f"unknown method {unknown[0]!r} (known here: {', '.join(overhead.METHODS)})")
+    report = overhead.run(names, out, quick, lambda line: print(line, file=sys.stderr, flush=True), wanted)
     print(json.dumps(report, indent=2) if as_json else overhead.table(report))
