@@ -6,7 +6,8 @@
 Every stage and method with two optimiser steps each, as `vmoer train` and `vmoer eval` run them: stage 1 by LoRA on attention
 and experts, the susceptible layers, stage 2 for each method under the default preset (all layers) and the paper's (ten), the
 novelty statistics, predictions averaged in all three ways. Time and the device's peak memory for each, in rehearsal.json and
-rehearsal.md. Weights, tokenizer and questions are made up: what is measured is cost, not accuracy.
+rehearsal.md, written after every geometry; what the file has of others is kept. Weights, tokenizer and questions are made up:
+what is measured is cost, not accuracy.
 """
 
 import argparse
@@ -16,7 +17,7 @@ import json
 import platform
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -207,19 +208,8 @@ def markdown(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    rows: list[dict[str, Any]] = []
-    for name in args.geometries:
-        geometry = shrunk(GEOMETRIES[name]) if args.tiny else GEOMETRIES[name]
-        with tempfile.TemporaryDirectory() as scratch:
-            rows += rehearse(name, geometry, args, Path(scratch))
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+def settings(args: argparse.Namespace) -> dict[str, Any]:
     cuda = torch.cuda.is_available() and not args.tiny
-    measured = {
-        name: [r for r in rows if r["geometry"] == name and r["peak_gb"] is not None] for name in args.geometries
-    }
     return {
         "device": torch.cuda.get_device_name() if cuda else platform.machine(),
         "dtype": "bfloat16" if cuda else "float32",
@@ -229,9 +219,23 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "questions": args.questions,
         "recompute": args.recompute,
         "versions": {"vmoer": vmoer.__version__, "torch": torch.__version__, "transformers": tf.__version__},
-        "peaks": {name: max(own, key=lambda r: r["peak_gb"]) if own else None for name, own in measured.items()},
-        "rows": rows,
     }
+
+
+def kept(path: Path, asked: dict[str, Any], names: Sequence[str]) -> list[dict[str, Any]]:
+    """What the file holds of other geometries, where it was measured with the same settings."""
+    before = json.loads(path.read_text()) if path.exists() else {}
+    same = all(before.get(name) == value for name, value in asked.items())
+    return [row for row in before["rows"] if row["geometry"] not in names] if same else []
+
+
+def peaks(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any] | None]:
+    """The row of each geometry that took most memory; None where nothing was counted."""
+    out = {}
+    for name in dict.fromkeys(row["geometry"] for row in rows):
+        own = [row for row in rows if row["geometry"] == name and row["peak_gb"] is not None]
+        out[name] = max(own, key=lambda row: row["peak_gb"]) if own else None
+    return out
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -249,9 +253,18 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     if args.tiny:
         torch.set_num_threads(1)  # matrices this small only lose by being shared out
-    result = measure(args)
-    write_json(args.out / "rehearsal.json", result)
-    write_text(args.out / "rehearsal.md", markdown(result))
+    result = settings(args)
+    rows = kept(args.out / "rehearsal.json", result, args.geometries)
+    for name in args.geometries:
+        geometry = shrunk(GEOMETRIES[name]) if args.tiny else GEOMETRIES[name]
+        with tempfile.TemporaryDirectory() as scratch:
+            rows += rehearse(name, geometry, args, Path(scratch))
+        result |= {"peaks": peaks(rows), "rows": rows}
+        write_json(args.out / "rehearsal.json", result)  # after every geometry: a run that is cut short leaves what it has
+        write_text(args.out / "rehearsal.md", markdown(result))
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
     print(markdown(result))
     return 0 if all(most is None or most["peak_gb"] < LIMIT for most in result["peaks"].values()) else 1
 

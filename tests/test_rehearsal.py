@@ -48,3 +48,20 @@ def test_every_stage_of_every_method_is_measured(name: str, methods: tuple[str, 
     assert all(trained[m] > 0 for m in methods if m in ("mcdr", "swag", "vglr-mf", "vglr-fc", "vglr-lr", "vtsr"))
     assert result["peaks"] == {name: None}  # a CPU has no such counter
     assert f"| {name} | {methods[-1]} |" in (tmp_path / "rehearsal.md").read_text()
+
+
+@pytest.mark.slow
+def test_geometries_can_be_measured_one_after_the_other(tmp_path: Path) -> None:
+    """Oracle: the rows of each alone; under other settings a file is begun anew."""
+    place = [*QUICK, "--out", str(tmp_path), "--methods", "map", "--geometries"]
+
+    def geometries(*names: str) -> list[str]:
+        assert rehearsal.main([*place, *names]) == 0
+        rows = json.loads((tmp_path / "rehearsal.json").read_text())["rows"]
+        assert len(rows) == 6 * len({row["geometry"] for row in rows})  # build, stage 1, merge, layers, fit, predict
+        return sorted({row["geometry"] for row in rows})
+
+    assert geometries("granite-3b") == ["granite-3b"]
+    assert geometries("qwen1.5-moe") == ["granite-3b", "qwen1.5-moe"]
+    assert geometries("granite-3b") == ["granite-3b", "qwen1.5-moe"]
+    assert geometries("qwen1.5-moe", "--questions", "3") == ["qwen1.5-moe"]
