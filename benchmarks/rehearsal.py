@@ -255,12 +255,12 @@ def main(arguments: list[str] | None = None) -> int:
         torch.set_num_threads(1)  # matrices this small only lose by being shared out
     result = settings(args)
     rows = kept(args.out / "rehearsal.json", result, args.geometries)
-    for name in args.geometries:
+    for name in args.geometries:  # a run that is cut short leaves what it has
         geometry = shrunk(GEOMETRIES[name]) if args.tiny else GEOMETRIES[name]
         with tempfile.TemporaryDirectory() as scratch:
             rows += rehearse(name, geometry, args, Path(scratch))
         result |= {"peaks": peaks(rows), "rows": rows}
-        write_json(args.out / "rehearsal.json", result)  # after every geometry: a run that is cut short leaves what it has
+        write_json(args.out / "rehearsal.json", result)
         write_text(args.out / "rehearsal.md", markdown(result))
         gc.collect()
         if torch.cuda.is_available():

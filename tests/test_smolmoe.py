@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -418,3 +419,27 @@ def test_processes_share_the_work(place: tuple[str, str], tmp_path: Path, capsys
     capsys.readouterr()
     assert example.main(command[2:]) == 0
     assert not [line for line in capsys.readouterr().out.splitlines() if line.startswith("[")]
+
+
+@pytest.mark.slow
+def test_one_command_from_the_model_to_the_verdicts(place: tuple[str, str], tmp_path: Path) -> None:
+    """all.sh over a model that is built already (tests/test_upcycle.py builds one): the page, and every verdict printed last."""
+    model = tmp_path / "out" / "model" / "specialised"
+    shutil.copytree(place[0], model)
+    (model / "check.json").write_text("{}")
+    command = [str(EXAMPLE / "all.sh"), "dense.gguf", str(tmp_path / "out"), "--data-root", place[1], *QUICK]
+    command += ["--seeds", "0", "--only", "main", "--labels", "map", "vglr-fc"]
+    environment = os.environ | {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    results = tmp_path / "out" / "study" / "results"
+    assert "missing: 0 of 4 jobs" in done.stdout
+    assert (results / "report" / "index.html").is_file()
+    said = [line for passed, claim, found in verdicts.lines(results) for line in (claim, f"      {found}")]
+    assert [line[4:] if i % 2 == 0 else line for i, line in enumerate(done.stdout.splitlines()[-len(said) :])] == said
+    failing = subprocess.run(
+        [*command, "--dry-run", "--data-root", "nowhere"], env=environment, capture_output=True, text=True
+    )
+    assert failing.returncode == 2
+    assert len(failing.stderr.strip().splitlines()) == 1, failing.stderr
+    assert subprocess.run([command[0]], capture_output=True, text=True).returncode == 2
