@@ -388,6 +388,12 @@ def test_stop_pack_go_on_elsewhere_and_report(
     assert {row["study"] for row in rows} >= {"stability", "brittleness"}
     assert 'id="stability"' in (results / "report" / "index.html").read_text()
     assert str(results / "report" / "index.html") in said
+
+    assert go(place, tmp_path / "again", "--unpack", str(results), "--report") == 0  # results are a pack
+    for name in ("metrics.json", "openbookqa/files.json", "openbookqa/meta.json", "timing.jsonl"):
+        assert (tmp_path / "again" / "results" / name).read_text() == (results / name).read_text()
+    assert go(place, tmp_path / "d", "--unpack", str(tmp_path / "a")) == 2
+    assert "no folder of results" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         go(place, tmp_path, "--only", "everything")
     assert go(place, tmp_path / "d", "--unpack", str(tmp_path / "none.tar.xz")) == 2
@@ -428,13 +434,20 @@ def test_one_command_from_the_model_to_the_verdicts(place: tuple[str, str], tmp_
     shutil.copytree(place[0], model)
     (model / "check.json").write_text("{}")
     command = [str(EXAMPLE / "all.sh"), "dense.gguf", str(tmp_path / "out"), "--data-root", place[1], *QUICK]
-    command += ["--seeds", "0", "--only", "main", "--labels", "map", "vglr-fc"]
+    command += ["--seeds", "0", "--only", "main", "tasks", "--labels", "map", "mean-only"]
     environment = os.environ | {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     results = tmp_path / "out" / "study" / "results"
-    assert "missing: 0 of 4 jobs" in done.stdout
+    assert "missing: 0 of 13 jobs" in done.stdout
     assert (results / "report" / "index.html").is_file()
+    rows = json.loads((results / "metrics.json").read_text())
+    own = {
+        row["task"]
+        for row in rows
+        if row["method"] == "mean-only" and row["metric"] == "nll" and row.get("source") is None
+    }
+    assert own == {"openbookqa", "arc_challenge", "sciq", "medmcqa"}
     said = [line for passed, claim, found in verdicts.lines(results) for line in (claim, f"      {found}")]
     assert [line[4:] if i % 2 == 0 else line for i, line in enumerate(done.stdout.splitlines()[-len(said) :])] == said
     failing = subprocess.run(

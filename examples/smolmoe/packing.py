@@ -1,11 +1,13 @@
 """Everything worth keeping of a study in one small file: predictions, cells, what each run says of itself; no weights.
 
-    <task>/predictions.parquet   of all labels, levels and seeds, a column `folder` says where each row belongs
+    <task>/predictions.parquet   of all labels and seeds, a column `folder` says where each row belongs
+    <task>/factors.parquet       of all levels of the factors
     <task>/files.json            the JSON files by their path
     timing.jsonl
 
-Numbers are rounded to 14 bits, a relative error of at most 6e-5, far below what any interval resolves: the rest of
-their bits are noise that does not compress. A pack holds what was computed here, not what came out of other packs.
+The results that `run.py --report` writes have the same files, and are taken in like a pack. Numbers are rounded to 14 bits, a
+relative error of at most 6e-5, far below what any interval resolves: the rest of their bits are noise that does not compress.
+A pack holds what was computed here, not what came out of other packs.
 """
 
 import io
@@ -33,15 +35,14 @@ def pack(out: Path, file: Path) -> int:
     known = set(_known(out))
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:xz") as tar:
-        for task in sorted(path for path in out.iterdir() if (path / "cells").is_dir() or (path / "runs").is_dir()):
+        for task in tasks(out):
             _records(task)
-            files = {str(p.relative_to(task)): json.loads(p.read_text()) for p in _files(task)}
-            files = {name: value for name, value in files.items() if f"{task.name}/{name}" not in known}
+            files = {name: value for name, value in said(task).items() if f"{task.name}/{name}" not in known}
             # listed after the files: work goes on meanwhile, and a file must not speak of predictions that are not here
-            folders = [f for f in _folders(task) if str(f.relative_to(out)) not in known]
-            if folders:
-                _add(tar, f"{task.name}/predictions.parquet", merged(folders, task))
-            _add(tar, f"{task.name}/files.json", json.dumps(files).encode())
+            for name, folders in kinds(task).items():
+                if new := [f for f in folders if str(f.relative_to(out)) not in known]:
+                    _add(tar, f"{task.name}/{name}", merged(new, task))
+            _add(tar, f"{task.name}/files.json", lines(files))
         if (out / "timing.jsonl").exists():
             _add(tar, "timing.jsonl", (out / "timing.jsonl").read_bytes())
     write_bytes(file, buffer.getvalue())
@@ -49,18 +50,12 @@ def pack(out: Path, file: Path) -> int:
 
 
 def unpack(file: Path, out: Path) -> int:
-    """Put a pack's files where they belong, but for those that are there; returns how many folders came."""
-    if not file.is_file():
-        raise InputError(f"{file}: no such file")
+    """Put what a pack or a folder of results holds where it belongs, but for what is there; returns how many folders came."""
     came, known = 0, _known(out)
-    try:
-        with tarfile.open(file, "r:xz") as tar:
-            read = {m.name: handle.read() for m in tar.getmembers() if (handle := tar.extractfile(m)) is not None}
-    except (tarfile.TarError, EOFError, OSError) as error:
-        raise InputError(f"{file} is not a pack: {error}") from None
+    read = _read(file)
     for name, data in read.items():
         task = out / Path(name).parent.name
-        if name.endswith("predictions.parquet"):
+        if name.endswith(".parquet"):
             files = json.loads(read[f"{task.name}/files.json"])
             table = pq.read_table(io.BytesIO(data))
             folders = table["folder"].combine_chunks().dictionary_encode()
@@ -147,26 +142,61 @@ def _parquet(table: pa.Table) -> bytes:
     return buffer.getvalue()
 
 
-def _folders(task: Path) -> list[Path]:
-    """Finished predictions: of labels, and of the levels of the factors that are complete."""
+def tasks(out: Path) -> list[Path]:
+    """The folders of the tasks that something was computed of."""
+    marks = ("cells", "runs", "records")
+    return sorted(path for path in out.iterdir() if any((path / mark).is_dir() for mark in marks))
+
+
+def kinds(task: Path) -> dict[str, list[Path]]:
+    """Folders of finished predictions by the file they go into: of labels, and of the levels of the factors that are complete."""
     levels = [path.parent for path in sorted(task.glob("factors/*/level.json"))]
-    found = [
-        *sorted(task.glob("*/meta.json")),
-        *(meta for level in levels for meta in sorted(level.glob("*/meta.json"))),
-    ]
-    return [meta.parent for meta in found if (meta.parent / "predictions.parquet").exists()]
+    found = {
+        "predictions.parquet": sorted(task.glob("*/meta.json")),
+        "factors.parquet": [meta for level in levels for meta in sorted(level.glob("*/meta.json"))],
+    }
+    return {
+        name: [meta.parent for meta in metas if meta.with_name("predictions.parquet").exists()]
+        for name, metas in found.items()
+    }
 
 
-def _files(task: Path) -> list[Path]:
-    kinds = ("cells/*.json", "records/*.json", "*/meta.json", "factors/*/level.json", "factors/*/*/meta.json")
-    return [path for kind in kinds for path in sorted(task.glob(kind))]
+def said(task: Path) -> dict[str, Any]:
+    """The JSON files of cells, runs, predictions and levels by their path."""
+    places = ("cells/*.json", "records/*.json", "*/meta.json", "factors/*/level.json", "factors/*/*/meta.json")
+    paths = [path for place in places for path in sorted(task.glob(place))]
+    return {str(path.relative_to(task)): json.loads(path.read_text()) for path in paths}
+
+
+def lines(files: dict[str, Any]) -> bytes:
+    """JSON, a file a line: small, and readable as a difference."""
+    shown = (f"{json.dumps(name)}: {json.dumps(value)}" for name, value in files.items())
+    return ("{\n" + ",\n".join(shown) + "\n}\n").encode()
+
+
+def _read(file: Path) -> dict[str, bytes]:
+    """What a pack or a folder of results holds, by name."""
+    if file.is_dir():
+        paths = [path for path in file.glob("*/*") if (path.parent / "files.json").is_file()]
+        paths += file.glob("timing.jsonl")
+        read = {str(p.relative_to(file)): p.read_bytes() for p in paths if p.suffix in (".parquet", ".json", ".jsonl")}
+        if not any(name.endswith("/files.json") for name in read):
+            raise InputError(f"{file} has no TASK/files.json: it is no folder of results")
+        return read
+    if not file.is_file():
+        raise InputError(f"{file}: no such file")
+    try:
+        with tarfile.open(file, "r:xz") as tar:
+            return {m.name: handle.read() for m in tar.getmembers() if (handle := tar.extractfile(m)) is not None}
+    except (tarfile.TarError, EOFError, OSError) as error:
+        raise InputError(f"{file} is not a pack: {error}") from None
 
 
 def _records(task: Path) -> None:
     """What the runs that are still here say of themselves, where it does not make them look complete elsewhere."""
-    for said in (*task.glob("runs/*/run.json"), *task.glob("runs/*/map*/run.json")):
-        name = "-".join(said.parent.relative_to(task / "runs").parts)
-        write_bytes(task / "records" / f"{name}.json", said.read_bytes())
+    for run in (*task.glob("runs/*/run.json"), *task.glob("runs/*/map*/run.json")):
+        name = "-".join(run.parent.relative_to(task / "runs").parts)
+        write_bytes(task / "records" / f"{name}.json", run.read_bytes())
 
 
 def _known(out: Path) -> list[str]:

@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from jobs import FEWER, HEADS, PAPER, TIERS, Job, Settings, jobs
-from packing import drop, merged, pack, unpack
+from packing import drop, kinds, lines, merged, pack, said, tasks, unpack
 
 from vmoer.errors import InputError
 from vmoer.studies.factors import FACTORS
@@ -78,7 +79,9 @@ def parser() -> argparse.ArgumentParser:
     )
     out.add_argument("--minutes", type=float, help="start nothing that is not expected to end in this time")
     out.add_argument("--pack", type=Path, metavar="FILE", help="write what was computed here, without weights")
-    out.add_argument("--unpack", type=Path, nargs="+", default=[], metavar="FILE", help="take in packs first")
+    out.add_argument(
+        "--unpack", type=Path, nargs="+", default=[], metavar="FILE", help="take in packs or results first"
+    )
     out.add_argument("--report", action="store_true", help="OUT/results from what is there, and nothing else")
     out.add_argument(
         "--dry-run", action="store_true", help="count the jobs, their steps and passes, and guess the time"
@@ -284,41 +287,35 @@ def _mps() -> Iterator[None]:
 
 
 def estimate(wanted: Sequence[Job], workers: int) -> None:
-    """What there is to do. Guesses: 50 ms a step, 30 ms a pass over 8,192 tokens, four processes' worth of eight on one GPU."""
-    shared = max(1.0, min(workers, 16) / 2)
-    print(
-        f"{'part':10}{'jobs':>6}{'to do':>7}{'steps':>9}{'passes':>9}{'minutes':>9}   ({workers} processes as {shared:g})"
-    )
+    """What there is to do, and the minutes it took eight processes on an H200 (jobs.py)."""
+    print(f"{'part':10}{'jobs':>6}{'to do':>7}{'steps':>9}{'passes':>9}{'minutes':>9}   ({workers} processes)")
     for tier in (*TIERS, "all"):
         own = [job for job in wanted if tier in (job.tier, "all")]
         todo = [job for job in _needed(own) if not job.done]
         steps, passes = sum(job.steps for job in todo), sum(job.passes for job in todo)
-        minutes = sum(job.seconds for job in todo) / shared / 60
+        minutes = sum(job.seconds for job in todo) / workers / 60
         print(f"{tier:10}{len(own):>6}{len(todo):>7}{steps:>9}{passes:>9.0f}{minutes:>9.1f}")
 
 
 def results(out: Path) -> Path:
     """OUT/results: predictions of each task in one file, every metric, tables and the page; returns the page's path."""
     from vmoer import scores
-    from vmoer.files import write_rows
+    from vmoer.files import write_bytes, write_json, write_rows
     from vmoer.report import report
     from vmoer.studies import factors, stability
 
     place, rows = out / "results", []
-    for task in sorted(path for path in out.iterdir() if (path / "cells").is_dir()):
-        folders = sorted(meta.parent for meta in task.glob("*/meta.json"))
-        if folders:
-            (place / task.name).mkdir(parents=True, exist_ok=True)
-            (place / task.name / "predictions.parquet").write_bytes(merged(folders, task))
-            meta = [json.loads((folder / "meta.json").read_text()) for folder in folders]
+    for task in tasks(out):
+        files = said(task)
+        (place / task.name).mkdir(parents=True, exist_ok=True)
+        for name, folders in kinds(task).items():
+            if folders:
+                write_bytes(place / task.name / name, merged(folders, task))
+        if metas := [value for name, value in files.items() if re.fullmatch("[^/]+/meta.json", name)]:
             keys = ("model", "source_task", "ood_tasks", "split", "dtype", "device", "versions", "passes")
-            (place / task.name / "meta.json").write_text(
-                json.dumps({key: meta[0][key] for key in keys}, indent=1) + "\n"
-            )
-            _check_stage1(task.name, meta)
-        levels = sorted(meta.parent for meta in task.glob("factors/*/*/meta.json"))
-        if levels:
-            (place / f"factors-{task.name}.parquet").write_bytes(merged(levels, task))
+            write_json(place / task.name / "meta.json", {key: metas[0][key] for key in keys})
+            _check_stage1(task.name, metas)
+        write_bytes(place / task.name / "files.json", lines(files))
         rows += factors.summary(task)
         rows += [row for cell in sorted(task.glob("cells/*.json")) for row in json.loads(cell.read_text())["rows"]]
     rows = _together([*scores.score(place), *stability.over_seeds(rows)])

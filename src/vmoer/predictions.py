@@ -199,8 +199,9 @@ def name_of(key: Key) -> str:
 
 
 def entropy(log_probs: Floats) -> Floats:
+    """To twelve digits, as confidence is: the order of a sum must not decide which of two questions is less sure."""
     finite = np.where(np.isneginf(log_probs), 0.0, log_probs)
-    return np.asarray(-(np.exp(log_probs) * finite).sum(1), dtype=np.float64)
+    return np.asarray(-(np.exp(log_probs) * finite).sum(1).round(12), dtype=np.float64)
 
 
 def load(directory: Path) -> list[Predictions]:

@@ -14,6 +14,7 @@ from sklearn.metrics import accuracy_score, log_loss
 
 from vmoer import metrics as m
 from vmoer.errors import InputError
+from vmoer.predictions import entropy
 
 with warnings.catch_warnings():  # their imports warn
     warnings.simplefilter("ignore")
@@ -67,6 +68,15 @@ def test_options_and_questions_may_be_permuted(seed):
         assert binned(*after) == pytest.approx(binned(*before), abs=1e-9)
     # A root near 0 magnifies rounding; its square does not.
     assert m.debiased_ece(*after) ** 2 == pytest.approx(m.debiased_ece(*before) ** 2, abs=1e-12)
+
+
+def test_the_order_of_a_sum_breaks_no_tie(rng, predictions):
+    """Oracle: the same probabilities in another order, which another machine's sums may take too: equally sure, to the bit."""
+    log_probs, _ = predictions(rng, 2000)
+    turned = np.roll(log_probs, 1, axis=1)
+    for own, other in ((log_probs, turned), (m.apply_temperature(log_probs, 1.7), m.apply_temperature(turned, 1.7))):
+        assert (m.confidence(own) == m.confidence(other)).all()
+        assert (entropy(own) == entropy(other)).all()
 
 
 def test_ece_and_mce_against_netcal_and_torchmetrics(rng, calibrated):
