@@ -57,15 +57,6 @@ def show(row: Row | None) -> str:
 # -- the choice --------------------------------------------------------------------------------------------------------
 
 
-def tempered_nll(log_probs: np.ndarray, answers: np.ndarray) -> float:
-    """The temperature is fitted on one half and scored on the other, both ways."""
-    rows, scaled = np.arange(len(answers)), np.empty_like(log_probs)
-    for score in (rows % 2 == 0, rows % 2 == 1):
-        temperature = metrics.fit_temperature(log_probs[~score], answers[~score])
-        scaled[score] = metrics.apply_temperature(log_probs[score], temperature)
-    return metrics.nll(scaled, answers)
-
-
 def candidates(results: Path) -> dict[str, float]:
     """Validation NLL of every variational label that all tasks and seeds have, the least first."""
     found: dict[str, dict[tuple[str, int], float]] = {}
@@ -82,7 +73,9 @@ def candidates(results: Path) -> dict[str, float]:
                 continue
             log_probs, answers = metrics.pad(own["log_probs"].to_pylist()), own["answer"].to_numpy()
             found.setdefault(method, {})[task, seed] = metrics.nll(log_probs, answers)
-            found.setdefault(f"{method}+ts", {})[task, seed] = tempered_nll(log_probs, answers)
+            found.setdefault(f"{method}+ts", {})[task, seed] = metrics.nll(
+                metrics.cross_tempered(log_probs, answers), answers
+            )
     complete = {name: float(np.mean([*by.values()])) for name, by in found.items() if by.keys() == wanted}
     return dict(sorted(complete.items(), key=lambda item: item[1]))
 

@@ -229,6 +229,20 @@ def test_temperature_against_lbfgs(rng, predictions):
     assert m.nll(scaled, answers) == pytest.approx(closure().item())
 
 
+def test_each_half_is_scaled_by_the_temperature_of_the_other(rng, predictions):
+    """Oracle: calibrated log-probabilities, half of them doubled, half of them trebled."""
+    log_probs, answers = predictions(rng, 4000)
+    halves = {2.0: slice(0, None, 2), 3.0: slice(1, None, 2)}
+    stretched = np.empty_like(log_probs)
+    for factor, half in halves.items():
+        stretched[half] = log_softmax(log_probs[half] * factor, axis=1)
+    scaled = m.cross_tempered(stretched, answers)
+    for factor, half in halves.items():
+        temperature = m.fit_temperature(stretched[halves[5.0 - factor]], answers[halves[5.0 - factor]])
+        assert temperature == pytest.approx(5.0 - factor, rel=0.1)
+        np.testing.assert_array_equal(scaled[half], m.apply_temperature(stretched[half], temperature))
+
+
 def test_temperature_stays_in_its_bounds():
     """Oracle: always right wants T = 0, worse than chance wants T = infinity."""
     log_probs = np.log([[0.7, 0.3], [0.6, 0.4]])

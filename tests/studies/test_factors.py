@@ -125,6 +125,8 @@ def test_differences_are_paired_over_questions_and_seeds(tmp_path: Path) -> None
     expected = metrics.paired_bootstrap(ours, theirs, draws=4000)
     assert row["high"] - row["low"] == pytest.approx(expected.high - expected.low, rel=0.15)
     assert row["seeds"] == 2
+    # with a temperature nothing is left of a level that halves the logits, but for its noise
+    assert abs(rows["other", "tempered_nll_minus_map"]["value"]) < 0.02 < abs(row["value"])
     assert rows["map", "nll"]["value"] == pytest.approx(theirs.mean(), abs=1e-12)
     assert ("map", "nll_minus_map") not in rows
     assert set(factors.METRICS) == {metric for level, metric in rows if level == "map"}

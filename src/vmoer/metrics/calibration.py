@@ -206,3 +206,12 @@ def fit_temperature(log_probs: npt.ArrayLike, answers: npt.ArrayLike, low: float
     if slope(1 / high) >= 0:
         return high
     return float(1 / brentq(slope, 1 / high, 1 / low, xtol=1e-12))
+
+
+def cross_tempered(log_probs: npt.ArrayLike, answers: npt.ArrayLike) -> Floats:
+    """With an output temperature, and no questions set aside for it: every other one is scaled by that of the rest, [n, C]."""
+    log_probs, answers = questions(log_probs, answers)
+    out, even = np.empty_like(log_probs), np.arange(len(answers)) % 2 == 0
+    for scaled in (even, ~even):
+        out[scaled] = apply_temperature(log_probs[scaled], fit_temperature(log_probs[~scaled], answers[~scaled]))
+    return out

@@ -8,7 +8,13 @@ from vmoer.report.rows import Row, only, values
 from vmoer.report.tables import Entry, Table, number
 
 AVERAGING = ("router", "answer", "full")
-METRICS = {"nll": "NLL", "brier": "Brier", "debiased_ece": "dECE", "accuracy": "accuracy"}
+METRICS = {
+    "nll": "NLL",
+    "brier": "Brier",
+    "debiased_ece": "dECE",
+    "accuracy": "accuracy",
+    "tempered_nll": "tempered NLL",
+}
 
 
 def _entry(rows: Sequence[Row], metric: str, baseline: str = "map") -> Entry:
@@ -43,6 +49,8 @@ def table(rows: Sequence[Row]) -> Table:
         "stopping nor any other choice has seen; intervals are 95%.",
         "Every level changes one thing about the default; `paper` is the protocol as printed. The last column is the "
         "difference to the default averaged in the router.",
+        "Tempered: both with an output temperature, fitted on one half of these questions and read on the other. What is left "
+        "there is what the level does besides choosing a temperature.",
     ]
     if measured := only(rows, metric="logit_spread"):
         mean = sum(row["value"] for row in measured) / len(measured)

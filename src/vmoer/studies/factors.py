@@ -38,7 +38,7 @@ from vmoer.training.data import halves
 
 STUDY = "factors"
 STOP, SCORE = "validation/stop", "validation/score"
-METRICS = ("nll", "brier", "debiased_ece", "accuracy")
+METRICS = ("nll", "brier", "debiased_ece", "accuracy", "tempered_nll")
 METHOD = "vglr-fc"
 MEASURED = 200  # questions that the spread of the logits is measured on
 BATCH_TOKENS = 16384
@@ -282,6 +282,8 @@ def summary(out: Path, draws: int = 500) -> list[Row]:
                 asked[f"{level['slug']}+ts"] = cells[SCORE]._replace(log_probs=scaled)
             for slug, cell in asked.items():
                 known = batched.calibration(cell.log_probs, cell.answers, draws, 0)
+                tempered = metrics.cross_tempered(cell.log_probs, cell.answers)
+                known["tempered_nll"] = batched.calibration(tempered, cell.answers, draws, 0)["nll"]
                 found.setdefault((slug, file.parent.name), {})[level["seed"]] = {m: known[m] for m in METRICS}
                 tuned = {"level": f"{level['level']} + output temperature", "label": f"{level['label']}+ts"}
                 about[slug] = level | (tuned if slug.endswith("+ts") else {})
