@@ -33,6 +33,12 @@ QUANTISED = (
         "the library itself, on a CPU; skipped where it is not installed",
     ),
     Case(
+        "bitsandbytes, 4 bits, on a processor with AVX512-BF16",
+        "inference works; training is refused: its layers for that processor have no backward pass",
+        "test_quantised.test_layers_without_a_backward_pass_are_not_trained_through",
+        "layers marked as it marks them",
+    ),
+    Case(
         "FP8 linear layers and experts (`FineGrainedFP8Config`)",
         "works",
         "test_quantised.test_fp8_layers",

@@ -22,6 +22,7 @@ import vmoer
 from vmoer.attach import routers_of, switched_off
 from vmoer.errors import AttachError, InputError
 from vmoer.models import open_model
+from vmoer.train import Examples, Plan, stage2
 
 GGUF = pytest.importorskip("gguf")
 BLOCK = 16
@@ -189,9 +190,33 @@ def test_bitsandbytes(name: str, bits: int, tmp_path: Path) -> None:
         tmp_path / "base", quantization_config=quantised, dtype=torch.float32
     )
     assert any(p.dtype in (torch.uint8, torch.int8) for p in model.parameters())
+    for (
+        module
+    ) in model.modules():  # every processor the same way: that for AVX512-BF16 takes no layers as narrow as these
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
     works_on(model, "vglr-fc", "vtsr", "laplace")
     folder = vmoer.save(vmoer.attach(model, vmoer.MeanField()), tmp_path / "run")
     vmoer.load(tiny.model(name), folder)
+
+
+def test_layers_without_a_backward_pass_are_not_trained_through(tmp_path: Path) -> None:
+    """As bitsandbytes marks its 4-bit layers where the processor has AVX512-BF16; inference goes on."""
+    model = vmoer.attach(tiny.model("granitemoe"), vmoer.MeanField())
+    examples = Examples([[5, 6, 7, 8]] * 4, [0, 1, 0, 1], [2] * 4, [3, 4])
+    go: dict[str, Any] = {"plan": Plan(epochs=1, batch_size=2), "folder": tmp_path}
+    arguments = tf.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+    vmoer.VMoERTrainer(model=model, args=arguments)
+    model.model.layers[0].self_attn.q_proj.support_avx512bf16_for_cpu = True
+    logits(model)
+    with pytest.raises(InputError, match="cannot be trained through on this processor"):
+        vmoer.VMoERTrainer(model=model, args=arguments)
+    vmoer.detach(model)
+    with pytest.raises(InputError, match="cannot be trained through on this processor"):
+        stage2(model, examples, examples, vmoer.MeanField(), **go)
+    vmoer.detach(model)
+    model.model.layers[0].self_attn.q_proj.support_avx512bf16_for_cpu = False
+    assert stage2(model, examples, examples, vmoer.MeanField(), **go) is not None
 
 
 def test_bitsandbytes_over_a_router(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from transformers import Trainer
 from vmoer import store
 from vmoer.attach import attached, record, routers_of
 from vmoer.errors import InputError
+from vmoer.training.loop import refuse_inference_only
 from vmoer.training.workers import NO_FSDP1, assign, sharding_asked
 
 
@@ -30,6 +31,7 @@ class VMoERTrainer(Trainer):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         attached(self.model)
+        refuse_inference_only(self.model)
         if self.args.n_gpu > 1:
             raise InputError("nn.DataParallel copies modules without their hooks: start with `accelerate launch`")
         if self.is_fsdp_enabled and self.accelerator.state.fsdp_plugin.fsdp_version != 2:

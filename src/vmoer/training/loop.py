@@ -87,6 +87,7 @@ def optimise(
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not trainable:
         raise InputError("nothing of this model is trainable")
+    refuse_inference_only(model)
     groups = _groups(list(trainable))
     parameters = list(trainable.values())
     optimizer = torch.optim.AdamW(parameters, lr=plan.lr, weight_decay=plan.weight_decay, fused=not workers.sharded)
@@ -188,6 +189,15 @@ def _resume(
     state = State(**counters)
     log.rewind(state.step, log_state)
     return state, best
+
+
+def refuse_inference_only(model: nn.Module) -> None:
+    """bitsandbytes packs 4-bit layers for AVX512-BF16 at the first pass without gradients, and what is packed has no backward."""
+    for module in model.modules():
+        if getattr(module, "support_avx512bf16_for_cpu", False) and next(module.parameters()).device.type == "cpu":
+            raise InputError(
+                "bitsandbytes' 4-bit layers cannot be trained through on this processor: take a GPU, or the base in full precision"
+            )
 
 
 def refuse_other_settings(path: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
