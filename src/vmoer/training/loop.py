@@ -195,9 +195,8 @@ def refuse_inference_only(model: nn.Module) -> None:
     """bitsandbytes packs 4-bit layers for AVX512-BF16 at the first pass without gradients, and what is packed has no backward."""
     for module in model.modules():
         if getattr(module, "support_avx512bf16_for_cpu", False) and next(module.parameters()).device.type == "cpu":
-            raise InputError(
-                "bitsandbytes' 4-bit layers cannot be trained through on this processor: take a GPU, or the base in full precision"
-            )
+            what = "bitsandbytes' 4-bit layers cannot be trained through on this processor"
+            raise InputError(f"{what}: take a GPU, or the base in full precision")
 
 
 def refuse_other_settings(path: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
