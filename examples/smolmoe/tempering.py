@@ -1,18 +1,20 @@
-"""Does novelty know where an output temperature should be higher?
+"""Does a signal know where an output temperature should be higher?
 
-    T(x) = T (min(v(x), top) / v_0)^a,    a >= 0
+    T(x) = T exp(a (min(s(x), top) - s_0) / sd),    a >= 0
 
-v is novelty, v_0 its median where it is fitted, top its maximum there: no question is made less certain than the strangest that
-the fit has seen. With a = 0 it is plain temperature scaling, which one number cannot make right on two data sets at once.
+s is the logarithm of novelty, or another signal as it is; s_0, sd and top are its median, standard deviation and maximum where it
+is fitted: no question is made less certain than the strangest that the fit has seen. With a = 0 it is plain temperature scaling,
+which one number cannot make right on two data sets at once. By the answer's entropy it is much what Balanya et al. (2022) do.
 
-    python examples/smolmoe/tempering.py OUT/results/openbookqa [METHOD ...]
+    python examples/smolmoe/tempering.py OUT/results/openbookqa [METHOD ...] [--by novelty]
 
-prints NLL on each shift: as it is; with a temperature fitted at home, on validation, and with T(x) fitted there; with a
-temperature fitted at home and on the other shifts together, each set counted alike, and with T(x) fitted on the same, whose
-power a is given. The shift itself is never fitted on. The last column is what novelty adds to the pooled temperature, with an
-interval over questions and seeds.
+prints NLL on the task's own test questions and on each shift: as it is; with a temperature fitted at home, on validation, and
+with T(x) fitted there; with a temperature fitted at home and on the other shifts together, each set counted alike, and with T(x)
+fitted on the same, whose a is given. The set itself is never fitted on. The last two columns are what the signal adds to
+either temperature, with intervals over questions and seeds.
 """
 
+import argparse
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,32 +28,34 @@ from scipy.optimize import minimize
 from scipy.special import log_softmax
 
 from vmoer import metrics
+from vmoer.predictions import SIGNALS, entropy
 
-Fitted = tuple[float, float, float, float]
+Fitted = tuple[float, float, float, float, float]
 
 
 class Answers(NamedTuple):
     log_probs: np.ndarray
     answers: np.ndarray
-    novelty: np.ndarray
+    signal: np.ndarray
 
 
-def fit(log_probs: np.ndarray, answers: np.ndarray, novelty: np.ndarray) -> Fitted:
-    """T, a, v_0 and top that make the answers likeliest."""
-    middle, top = float(np.median(novelty)), float(novelty.max())
-    rows, known = np.arange(len(answers)), np.log(novelty / middle)
+def fit(log_probs: np.ndarray, answers: np.ndarray, signal: np.ndarray) -> Fitted:
+    """T, a, s_0, sd and top that make the answers likeliest."""
+    middle, spread, top = float(np.median(signal)), float(signal.std()) or 1.0, float(signal.max())
+    rows, known = np.arange(len(answers)), (signal - middle) / spread
 
     def nll(point: np.ndarray) -> float:
         scaled = log_softmax(log_probs * np.exp(-point[0] - point[1] * known)[:, None], axis=1)
         return float(-scaled[rows, answers].mean())
 
     found = minimize(nll, (0.0, 0.0), bounds=((-3.0, 3.0), (0.0, 5.0)), method="L-BFGS-B")
-    return float(np.exp(found.x[0])), float(found.x[1]), middle, top
+    return float(np.exp(found.x[0])), float(found.x[1]), middle, spread, top
 
 
-def apply(log_probs: np.ndarray, novelty: np.ndarray, fitted: Fitted) -> np.ndarray:
-    temperature, power, middle, top = fitted
-    return np.asarray(log_softmax(log_probs / (temperature * (np.minimum(novelty, top) / middle) ** power)[:, None], 1))
+def apply(log_probs: np.ndarray, signal: np.ndarray, fitted: Fitted) -> np.ndarray:
+    temperature, slope, middle, spread, top = fitted
+    own = temperature * np.exp(slope * (np.minimum(signal, top) - middle) / spread)
+    return np.asarray(log_softmax(log_probs / own[:, None], 1))
 
 
 def padded(table: pa.Table) -> np.ndarray:
@@ -65,59 +69,78 @@ def pooled(sets: list[Answers]) -> Answers:
     return Answers(*(np.concatenate(columns) for columns in zip(*drawn, strict=True)))
 
 
-def compared(home: Answers, shifts: dict[str, Answers]) -> Iterator[tuple[str, dict[str, np.ndarray], float]]:
-    """Each shift, the losses of its questions under each temperature, and the power of novelty that was found."""
-    for name, own in shifts.items():
-        found, power = {"as it is": own.log_probs}, 0.0
+def compared(
+    home: Answers, sets: dict[str, Answers], source: str = ""
+) -> Iterator[tuple[str, dict[str, np.ndarray], float]]:
+    """Each set, the losses of its questions under each temperature, and the slope a that was found."""
+    shifts = {name: own for name, own in sets.items() if name != source}
+    for name, own in sets.items():
+        found, slope = {"as it is": own.log_probs}, 0.0
         for kind, seen in (
             ("home", home),
-            ("pooled", pooled([home, *(o for key, o in shifts.items() if key != name)])),
+            ("pooled", pooled([home, *(other for key, other in shifts.items() if key != name)])),
         ):
             fitted = fit(*seen)
             found[kind] = metrics.apply_temperature(own.log_probs, metrics.fit_temperature(*seen[:2]))
-            found[f"{kind}, v"], power = apply(own.log_probs, own.novelty, fitted), fitted[1]
+            found[f"{kind}, s"], slope = apply(own.log_probs, own.signal, fitted), fitted[1]
         rows = np.arange(len(own.answers))
-        yield name, {kind: -log_probs[rows, own.answers] for kind, log_probs in found.items()}, power
+        yield name, {kind: -log_probs[rows, own.answers] for kind, log_probs in found.items()}, slope
 
 
-def read(table: pa.Table) -> tuple[Answers, dict[str, Answers]]:
-    """A method's and seed's validation answers, and those to each shift."""
+def values(table: pa.Table, name: str) -> np.ndarray:
+    if name == "predictive_entropy":  # not stored: it follows from the answers
+        return entropy(padded(table))
+    found = np.asarray(table[name].to_numpy(), dtype=np.float64)
+    return np.log(found) if name == "novelty" else found
+
+
+def read(table: pa.Table, by: str) -> tuple[str, Answers, dict[str, Answers]]:
+    """Of a method and seed: the task's name, its validation answers, and those to its test questions and each shift."""
     found = {}
     for task, split in sorted({*zip(table["task"].to_pylist(), table["split"].to_pylist(), strict=True)}):
         own = table.filter(pc.and_(pc.equal(table["task"], task), pc.equal(table["split"], split)))
-        found[task, split] = Answers(padded(own), own["answer"].to_numpy(), own["novelty"].to_numpy())
+        found[task, split] = Answers(padded(own), own["answer"].to_numpy(), values(own, by))
     (task,) = (task for task, split in found if split == "validation")
-    shifts = {name: own for (name, split), own in found.items() if split == "test" and name != task}
-    return found[task, "validation"], shifts
+    return task, found[task, "validation"], {name: own for (name, split), own in found.items() if split == "test"}
 
 
-def main() -> int:
-    path = Path(sys.argv[1] if len(sys.argv) > 1 else "") / "predictions.parquet"
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="with predictions")
+    parser.add_argument("methods", nargs="*", help="all that have the signal and validation answers, by default")
+    parser.add_argument("--by", default="novelty", choices=SIGNALS)
+    given = parser.parse_args(arguments)
+    path = given.folder / "predictions.parquet"
     if not path.is_file():
-        print("usage: python examples/smolmoe/tempering.py FOLDER [METHOD ...]    (with predictions)", file=sys.stderr)
+        print(f"error: {path}: no such file", file=sys.stderr)
         return 2
     table = pq.read_table(path)
-    asked = set(table.filter(pc.equal(table["split"], "validation"))["method"].to_pylist())
-    blind = set(table.filter(pc.is_null(table["novelty"]))["method"].to_pylist())
-    wanted = sys.argv[2:] or sorted(asked - blind)
-    if wrong := [name for name in wanted if name not in asked - blind]:
-        print(f"error: {wrong[0]} has no novelty or no validation answers in {path.parent}", file=sys.stderr)
+    known = set(table.filter(pc.equal(table["split"], "validation"))["method"].to_pylist())
+    if given.by in table.column_names:
+        known -= set(table.filter(pc.is_null(table[given.by]))["method"].to_pylist())
+    wanted = given.methods or sorted(known)
+    if wrong := [name for name in wanted if name not in known]:
+        print(f"error: {wrong[0]} has no {given.by} or no validation answers in {path.parent}", file=sys.stderr)
         return 2
-    kinds = ("as it is", "home", "home, v", "pooled", "pooled, v")
-    print(f"{'':18}{'':16}{''.join(f'{kind:>11}' for kind in kinds)}{'power':>8}   what v adds to pooled")
+    kinds = ("as it is", "home", "home, s", "pooled", "pooled, s")
+    head = f"{'':18}{'':16}{''.join(f'{kind:>11}' for kind in kinds)}{'a':>8}"
+    print(f"{head}   what {given.by} adds at home, and pooled")
     for method in wanted:
         own = table.filter(pc.equal(table["method"], method))
         losses: dict[str, dict[str, list[np.ndarray]]] = {}
-        powers: dict[str, list[float]] = {}
+        slopes: dict[str, list[float]] = {}
         for seed in sorted({*own["seed"].to_pylist()}):
-            for shift, by_kind, power in compared(*read(own.filter(pc.equal(own["seed"], seed)))):
-                powers.setdefault(shift, []).append(power)
+            source, home, sets = read(own.filter(pc.equal(own["seed"], seed)), given.by)
+            for name, by_kind, slope in compared(home, sets, source):
+                slopes.setdefault(name, []).append(slope)
                 for kind, loss in by_kind.items():
-                    losses.setdefault(shift, {}).setdefault(kind, []).append(loss)
-        for shift, found in losses.items():
-            value, low, high = metrics.paired_bootstrap(np.stack(found["pooled, v"]), np.stack(found["pooled"]))
-            shown = "".join(f"{np.mean(found[kind]):11.3f}" for kind in kinds) + f"{np.mean(powers[shift]):8.2f}"
-            print(f"{method:18}{shift:16}{shown}   {value:+.3f} [{low:+.3f}, {high:+.3f}]")
+                    losses.setdefault(name, {}).setdefault(kind, []).append(loss)
+        for name, found in losses.items():
+            shown = "".join(f"{np.mean(found[kind]):11.3f}" for kind in kinds) + f"{np.mean(slopes[name]):8.2f}"
+            added = [
+                metrics.paired_bootstrap(np.stack(found[f"{k}, s"]), np.stack(found[k])) for k in ("home", "pooled")
+            ]
+            print(f"{method:18}{name:16}{shown}", *(f"  {v:+.3f} [{low:+.3f}, {high:+.3f}]" for v, low, high in added))
     return 0
 
 
