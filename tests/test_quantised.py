@@ -190,9 +190,8 @@ def test_bitsandbytes(name: str, bits: int, tmp_path: Path) -> None:
         tmp_path / "base", quantization_config=quantised, dtype=torch.float32
     )
     assert any(p.dtype in (torch.uint8, torch.int8) for p in model.parameters())
-    for (
-        module
-    ) in model.modules():  # every processor the same way: that for AVX512-BF16 takes no layers as narrow as these
+    # every processor the same way: that for AVX512-BF16 takes no layers as narrow as these
+    for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
     works_on(model, "vglr-fc", "vtsr", "laplace")

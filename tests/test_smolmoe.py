@@ -232,9 +232,8 @@ def test_without_differences_in_novelty_it_is_temperature_scaling() -> None:
     found = tempering.fit(log_probs, answers, np.full(2000, 0.2))
     assert found[0] == pytest.approx(metrics.fit_temperature(log_probs, answers), rel=1e-3)
     novel = rng.uniform(1, 2, 2000)
-    easier = (logits * novel[:, None] + rng.gumbel(size=logits.shape)).argmax(
-        1
-    )  # more certain where it is new: not taken
+    # more certain where it is new: not taken
+    easier = (logits * novel[:, None] + rng.gumbel(size=logits.shape)).argmax(1)
     assert tempering.fit(log_probs, easier, np.log(novel))[1] == 0
 
 
@@ -248,14 +247,52 @@ def test_what_novelty_adds_to_a_temperature_is_seen() -> None:
         own = logits - np.log(np.exp(logits).sum(1, keepdims=True))
         return tempering.Answers(own, drawn, np.log(novelty) + 0.01 * rng.normal(size=4000))
 
-    shifts = {"near": answers(2.0, 1), "middle": answers(3.0, 2), "far": answers(4.0, 3)}
+    right = {"near": 2.0, "middle": 3.0, "far": 4.0}
+    shifts = {name: answers(novelty, i + 1) for i, (name, novelty) in enumerate(right.items())}
     for name, losses, slope in tempering.compared(answers(1.0, 0), shifts):
-        assert slope > 0.1, name
+        seen = [1.0, *(novelty for other, novelty in right.items() if other != name)]
+        assert slope == pytest.approx(np.log(seen).std(), rel=0.1), name  # T is novelty itself: one power of it
         means = {kind: loss.mean() for kind, loss in losses.items()}
         if name != "middle":  # which the pooled temperature happens to fit
             assert means["pooled, s"] < means["pooled"] - 0.01, name
         assert means["pooled"] < means["home"]
         assert means["home"] == pytest.approx(means["as it is"], abs=0.02)
+
+
+def test_the_table_of_temperatures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: each column fitted by hand. By entropy it needs no column; a signal that a method lacks is one line."""
+    rng, columns = np.random.default_rng(2), []
+    for task, split, heat in (("own", "validation", 2.0), ("own", "test", 2.0), ("shift", "test", 3.0)):
+        logits = 4 * rng.normal(size=(300, 4))
+        answers = (logits / heat + rng.gumbel(size=logits.shape)).argmax(1)
+        log_probs = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+        columns.append((task, split, log_probs, answers))
+    rows = [
+        {"task": task, "split": split, "method": "map", "seed": 0, "answer": int(answer), "log_probs": p.tolist()}
+        | {"novelty": 1.0, "gate_entropy": None}
+        for task, split, log_probs, answers in columns
+        for p, answer in zip(log_probs, answers, strict=True)
+    ]
+    schema = pa.Table.from_pylist(rows).schema
+    schema = schema.set(schema.get_field_index("gate_entropy"), pa.field("gate_entropy", pa.float64()))
+    pq.write_table(pa.Table.from_pylist(rows, schema=schema), tmp_path / "predictions.parquet")
+    (_, _, home, home_answers), *tests = columns
+    temperature = metrics.fit_temperature(home, home_answers)
+    for by in ("novelty", "predictive_entropy"):
+        assert tempering.main([str(tmp_path), "--by", by]) == 0
+        head, *lines = capsys.readouterr().out.splitlines()
+        assert f"what {by} adds" in head
+        assert [line.split()[1] for line in lines] == ["own", "shift"]
+        for line, (_, _, log_probs, answers) in zip(lines, tests, strict=True):
+            plain, at_home = line.split()[2:4]
+            assert float(plain) == pytest.approx(metrics.nll(log_probs, answers), abs=6e-4)
+            scaled = metrics.apply_temperature(log_probs, temperature)
+            assert float(at_home) == pytest.approx(metrics.nll(scaled, answers), abs=6e-4)
+            if by == "novelty":  # the same everywhere: nothing is added
+                assert line.count("+0.000") + line.count("-0.000") == 6
+    for wrong in ([str(tmp_path), "--by", "gate_entropy", "map"], [str(tmp_path), "swag"], [str(tmp_path / "none")]):
+        assert tempering.main(wrong) == 2
+        assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 # -- verdicts ----------------------------------------------------------------------------------------------------------

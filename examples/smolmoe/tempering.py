@@ -109,7 +109,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, help="with predictions")
     parser.add_argument("methods", nargs="*", help="all that have the signal and validation answers, by default")
     parser.add_argument("--by", default="novelty", choices=SIGNALS)
-    given = parser.parse_args(arguments)
+    given = parser.parse_intermixed_args(arguments)
     path = given.folder / "predictions.parquet"
     if not path.is_file():
         print(f"error: {path}: no such file", file=sys.stderr)

@@ -392,11 +392,14 @@ def run(
     """Measure methods at geometries; what a file holds of others is kept."""
     # transformers looks for packed rows on the host, which would forbid a graph; there are none here
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
-    report: dict[str, Any] = {"machine": machine(), "ceilings": ceilings(DEVICE), "rows": [], "routers": []}
+    report: dict[str, Any] = {"machine": machine(), "ceilings": {}, "rows": [], "routers": []}
     if out is not None and out.exists():
-        before = json.loads(out.read_text())
+        before, some = json.loads(out.read_text()), set(methods) != set(METHODS)
         for key in ("rows", "routers"):
-            report[key] = [r for r in before.get(key, []) if r["geometry"] not in names or set(methods) != set(METHODS)]
+            report[key] = [row for row in before.get(key, []) if row["geometry"] not in names or some]
+        if report["routers"]:
+            report["ceilings"] = before["ceilings"]  # the floors in one file are taken from the same
+    report["ceilings"] = report["ceilings"] or ceilings(DEVICE)
     with torch.no_grad():
         for name in names:
             say(f"{name} ...")
