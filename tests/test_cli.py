@@ -192,6 +192,7 @@ def test_info_of_a_dense_model(tmp_path: Path, capsys: pytest.CaptureFixture[str
     )
     LlamaForCausalLM(config).save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
+    capsys.readouterr()  # the bar of saving
     code, line = fails(capsys, "info", tmp_path)
     assert code == 2
     assert "has no MoE router" in line
