@@ -33,6 +33,7 @@ from vmoer.studies.factors import FACTORS
 from vmoer.train import Plan
 
 TRIES = 3  # more, of a job that found the GPU's memory full
+SHARED = 0.95  # of its memory: the rest is what each process's context takes
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -158,7 +159,7 @@ def execute(wanted: Sequence[Job], workers: int, end: float | None, out: Path, k
     tries: dict[str, int] = {}
     took: dict[str, float] = {}
     full = False
-    running: dict[Future[str], tuple[Job, float]] = {}
+    running: dict[Future[tuple[str, float | None]], tuple[Job, float]] = {}
     began, number = time.monotonic(), 0
     with _pool(min(workers, max(1, len(todo)))) as pool:
         while todo or running:
@@ -169,14 +170,14 @@ def execute(wanted: Sequence[Job], workers: int, end: float | None, out: Path, k
                     break
                 if not late:
                     todo.remove(job)
-                    running[pool.submit(attempt, job.work)] = job, time.monotonic()
+                    running[pool.submit(attempt, job.work, min(1.0, job.room / workers))] = job, time.monotonic()
             if not running:
                 break
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 (job, start), full = running.pop(future), False
-                seconds = time.monotonic() - start
+                seconds, peak = time.monotonic() - start, None
                 try:
-                    reason = future.result()
+                    reason, peak = future.result()
                 except BrokenExecutor:
                     reason, todo = "its process was killed (out of memory?)", []
                 if reason.startswith("CUDA out of memory") and running and tries.get(job.name, 0) < TRIES:
@@ -189,29 +190,33 @@ def execute(wanted: Sequence[Job], workers: int, end: float | None, out: Path, k
                     failed[job.name] = reason
                 elif not keep:
                     _drop_runs(job, [*todo, *(other for other, _ in running.values())])
-                _tell(job, number, len(todo) + len(running), start - began, seconds, reason, out)
+                row = {"start": round(start - began, 1), "seconds": round(seconds, 1), "peak_gb": peak}
+                _tell(job, number, len(todo) + len(running), row, reason, out)
     return failed
 
 
-def attempt(work: Callable[[], None]) -> str:
-    """Work; returns the reason where it failed, in one line."""
+def attempt(work: Callable[[], None], share: float = 1.0) -> tuple[str, float | None]:
+    """Work; returns the reason where it failed, in one line, and the most GB of the GPU that it held.
+
+    A process keeps what it has freed for later, and would take the others' part of the memory with it: its share is all it gets.
+    """
+    import torch
+
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_per_process_memory_fraction(share * (1.0 if share == 1.0 else SHARED))
+        torch.cuda.reset_peak_memory_stats()
+    reason = ""
     try:
         work()
     except Exception as error:
         if os.environ.get("VMOER_DEBUG"):
             traceback.print_exc()
-        return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-    finally:
-        _give_back()
-    return ""
-
-
-def _give_back() -> None:
-    """The next job of another process may need the memory that this one keeps for later."""
-    import torch
-
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    if not cuda:
+        return reason, None
+    torch.cuda.empty_cache()
+    return reason, round(torch.cuda.max_memory_reserved() / 1e9, 1)
 
 
 def _needed(wanted: Sequence[Job]) -> list[Job]:
@@ -227,11 +232,13 @@ def _drop_runs(job: Job, left: Sequence[Job]) -> None:
             drop(run)
 
 
-def _tell(job: Job, number: int, left: int, start: float, seconds: float, reason: str, out: Path) -> None:
-    outcome = f"failed: {reason}" if reason else f"{seconds:.0f} s"
-    print(f"[{(start + seconds) / 60:.1f} min, {number} done, {left} left] {job.name}: {outcome}", flush=True)
-    row = {"job": job.name, "tier": job.tier, "kind": job.kind, "start": round(start, 1), "seconds": round(seconds, 1)}
-    row |= {"steps": job.steps, "failed": reason or None}
+def _tell(job: Job, number: int, left: int, row: dict[str, Any], reason: str, out: Path) -> None:
+    outcome = f"failed: {reason}" if reason else f"{row['seconds']:.0f} s"
+    print(
+        f"[{(row['start'] + row['seconds']) / 60:.1f} min, {number} done, {left} left] {job.name}: {outcome}",
+        flush=True,
+    )
+    row = {"job": job.name, "tier": job.tier, "kind": job.kind} | row | {"steps": job.steps, "failed": reason or None}
     with (out / "timing.jsonl").open("a") as file:
         file.write(json.dumps(row) + "\n")
 
