@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
+import weakref
 from concurrent.futures import Executor, Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -132,11 +133,12 @@ def test_a_failed_job_holds_back_what_needs_it_and_no_more(tmp_path: Path) -> No
     assert [(row["job"], row["failed"]) for row in timed] == [("a", "no"), ("c", None)]
 
 
-def test_a_job_that_finds_the_memory_full_is_tried_again(
+def test_jobs_share_the_memory_and_one_that_got_too_little_gets_twice_as_much(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It waits until another has ended, and gives up where it never fits."""
+    """Never more than there is at one time, and what does not fit the whole of it fails."""
     order: list[str] = []
+    shares: list[float] = []
 
     class Side(Executor):
         """What is started last runs and ends first, when it is waited for."""
@@ -144,34 +146,57 @@ def test_a_job_that_finds_the_memory_full_is_tried_again(
         def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Any:
             future: Future[Any] = Future()
             waiting.append((future, fn, args))
+            assert sum(share for _, _, (_, share) in waiting) <= 1.0
             return future
 
     waiting: list[tuple[Future[Any], Any, Any]] = []
 
     def wait(futures: Any, return_when: str) -> Any:
         future, fn, args = waiting.pop()
+        shares.append(args[1])
         future.set_result(fn(*args))
         return SimpleNamespace(done=[future])
 
-    def work(name: str, failures: int) -> Any:
+    def work(name: str, gb: float, needed: float) -> Any:
         def go() -> None:
             order.append(name)
-            if order.count(name) <= failures:
+            if shares[-1] * 100 < needed:
                 raise RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")
             (tmp_path / name).touch()
 
-        return listed.Job("main", name, name, go, (tmp_path / name,))
+        return listed.Job("main", name, name, go, (tmp_path / name,), gb=gb)
 
     monkeypatch.setattr(example, "_pool", lambda workers: Side())
     monkeypatch.setattr(example, "wait", wait)
-    wanted = [work("a", 0), work("b", 1), work("c", 0), work("d", 0)]
-    assert example.execute(wanted, 2, None, tmp_path) == {}
-    assert order == ["b", "a", "c", "d", "b"]  # nothing is started between b's failure and a's end
+    monkeypatch.setattr(example, "_memory", lambda: 100.0)
+    wanted = [work("a", 30, 30), work("b", 30, 50), work("c", 30, 30), work("d", 30, 30)]
+    assert example.execute(wanted, 3, None, tmp_path) == {}
+    assert order == ["c", "d", "b", "b", "a"]  # b failed with 30, and went on with 60 beside a
     assert all(one.done for one in wanted)
-    assert "b: no room on the GPU" in capsys.readouterr().out
+    assert "b: 30 GB were not enough" in capsys.readouterr().out
     order.clear()
-    assert example.execute([work("e", 9)], 2, None, tmp_path) == {"e": "CUDA out of memory. Tried to allocate 2 GiB"}
-    assert order == ["e"]  # nothing else took room, so it never fits
+    assert example.execute([work("e", 30, 200)], 2, None, tmp_path) == {
+        "e": "CUDA out of memory. Tried to allocate 2 GiB"
+    }
+    assert shares[-3:] == [0.3, 0.6, 1.0]
+
+
+def test_what_a_failed_job_held_is_given_back() -> None:
+    """Oracle: an object that only the failed frame and a cycle through it know of."""
+
+    class Held:
+        pass
+
+    kept: list[Any] = []
+
+    def work() -> None:
+        held = Held()
+        held.itself = held  # type: ignore[attr-defined]
+        kept.append(weakref.ref(held))
+        raise ValueError("no")
+
+    assert example.attempt(work) == ("no", None)
+    assert kept[0]() is None
 
 
 def test_nothing_is_started_that_would_not_end_in_time(tmp_path: Path) -> None:

@@ -34,6 +34,8 @@ PAPER = ("map@paper", "vglr-fc@paper", "vglr-mf@paper", "vtsr@paper")
 WHOLE = ("vglr-fc", "vglr-mf", "vtsr", "mcdr", "laplace", "fixed-noise")
 """Methods that are averaged over whole passes too: most of the time that answering takes."""
 FEWER = {"factors": 2, "layers": 2}
+BATCH = {"arc_challenge": 16, "sciq": 16, "medmcqa": 32}
+"""Questions of a step, at most, so that tasks with fewer of them are trained for about as many steps as openbookqa."""
 LONG = {"mmlu_law": 4}  # prompts so many times longer than the others'
 STEP, FORWARD, OPEN = 0.04, 0.2, 37.0
 """Seconds of a training step, of a pass over 8,192 tokens, and of opening and fitting, in one of eight processes that share an
@@ -54,8 +56,8 @@ class Job:
     """Run folders that may go once no job that is still to do lists them."""
     steps: int = 0
     passes: float = 0.0
-    room: int = 1
-    """How many processes' share of the memory it takes."""
+    gb: float = 12.0
+    """Of the GPU's memory that it may take."""
 
     @property
     def done(self) -> bool:
@@ -87,6 +89,9 @@ class Settings:
     def part(self, tier: str) -> "Settings":
         return dataclasses.replace(self, seeds=self.seeds[: self.seeds_of.get(tier, len(self.seeds))])
 
+    def plan(self, task: str, plan: Plan) -> Plan:
+        return dataclasses.replace(plan, batch_size=min(plan.batch_size, BATCH.get(task, plan.batch_size)))
+
     def study(self, task: str) -> Study:
         return Study(
             model=self.model,
@@ -99,8 +104,8 @@ class Settings:
             passes=self.passes,
             limit=self.limit,
             data_root=self.data_root,
-            stage1=self.stage1,
-            stage2=self.stage2,
+            stage1=self.plan(task, self.stage1),
+            stage2=self.plan(task, self.stage2),
         )
 
 
@@ -197,9 +202,9 @@ def _stages(settings: Settings) -> dict[str, Job]:
             for preset in ("default", "paper"):
                 share = held_out_share(PRESETS[preset].stage2_data)
                 name = _stage_name(task, preset, seed)
-                steps = _steps(settings, task, 1 - share, settings.stage1)
+                steps, gb = _steps(settings, task, 1 - share, study.stage1), _gb(study.stage1, stage1=True)
                 work, leaves = partial(first_stage, study, preset, seed), (source(study, preset, seed) / "run.json",)
-                out[name] = Job("", name, f"stage 1 {task}", work, leaves, steps=steps, room=2)
+                out[name] = Job("", name, f"stage 1 {task}", work, leaves, steps=steps, gb=gb)
     return out
 
 
@@ -221,7 +226,7 @@ def _labels(settings: Settings, tier: str, task: str, heads: Iterable[str]) -> l
             cells = [stable[head, seed]] if (head, seed) in stable else []
             made = [predictions(study, label, seed) / "meta.json" for label in labels]
             trained = key not in ("map", "map-early", "temp-scale", "laplace", "fixed-noise")
-            plan = PRESETS["paper"].stage2 if preset == "paper" else settings.stage2
+            plan = PRESETS["paper"].stage2 if preset == "paper" else study.stage2
             share = held_out_share(PRESETS[preset].stage2_data) or 1.0
             runs = (study.out / "runs" / f"{head}-s{seed}",) if key not in ("map", "map-early") else ()
             out.append(
@@ -235,6 +240,7 @@ def _labels(settings: Settings, tier: str, task: str, heads: Iterable[str]) -> l
                     runs,
                     _steps(settings, task, share, plan) if trained else 0,
                     _batches(settings, study) * sum(_cost(settings, label) for label in labels) + 100 * len(cells),
+                    _gb(plan) if trained else Job.gb,
                 )
             )
     return out
@@ -265,8 +271,10 @@ def _factors(settings: Settings) -> list[Job]:
             run = study.out / "runs" / f"{factors.STUDY}-{(factors.DEFAULT if level.samples else level).slug}-s{seed}"
             if level.samples:
                 needs.append(_cell_name(factors.cell(study, factors.DEFAULT, seed)))
-            room = max(1, 3 * (whole > 1), 2 * bool(own_stage1))
-            job = _cell(settings, "factors", factors.cell(study, level, seed), steps=steps, passes=100, room=room)
+            gb = max(
+                Job.gb, _gb(plan, whole) if trained else 0.0, _gb(settings.stage1, stage1=True) if own_stage1 else 0.0
+            )
+            job = _cell(settings, "factors", factors.cell(study, level, seed), steps=steps, passes=100, gb=gb)
             out.append(dataclasses.replace(job, needs=tuple(needs), runs=(run,)))
     return out
 
@@ -282,7 +290,8 @@ def _layers(settings: Settings) -> list[Job]:
             runs / f"{method}-{layers}-s{seed}".replace(":", ""),
             runs / f"{method}-s{seed}",
         )  # all layers: the label's
-        out.append(dataclasses.replace(_cell(settings, "layers", cell, steps=steps, passes=100), runs=used))
+        job = _cell(settings, "layers", cell, steps=steps, passes=100, gb=_gb(settings.stage2))
+        out.append(dataclasses.replace(job, runs=used))
     return out
 
 
@@ -309,6 +318,11 @@ def _steps(settings: Settings, task: str, share: float, plan: Plan) -> int:
     """Of all epochs: stopping early makes them fewer."""
     questions = round(share * _size(task, "train", settings.data_root, settings.limit))
     return math.ceil(questions / plan.batch_size) * plan.epochs
+
+
+def _gb(plan: Plan, passes: int = 1, stage1: bool = False) -> float:
+    """What training with such batches took at most, by results/smolmoe/timing.jsonl, and a little more."""
+    return max(Job.gb, (0.35 if stage1 else 0.28) * plan.batch_size * (1 + 0.6 * (passes - 1)) + 5)
 
 
 def _batches(settings: Settings, study: Study) -> float:

@@ -12,7 +12,10 @@ The small kernels of a small model leave most of a GPU idle, so several processe
 
 import argparse
 import contextlib
+import dataclasses
+import gc
 import json
+import math
 import os
 import re
 import subprocess
@@ -25,15 +28,14 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from jobs import FEWER, HEADS, PAPER, TIERS, Job, Settings, jobs
+from jobs import BATCH, FEWER, HEADS, PAPER, TIERS, Job, Settings, jobs
 from packing import drop, kinds, lines, merged, pack, said, tasks, unpack
 
 from vmoer.errors import InputError
 from vmoer.studies.factors import FACTORS
 from vmoer.train import Plan
 
-TRIES = 3  # more, of a job that found the GPU's memory full
-SHARED = 0.95  # of its memory: the rest is what each process's context takes
+SHARED = 0.95  # of the GPU's memory: the rest is what each process's context takes
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -111,7 +113,10 @@ def parser() -> argparse.ArgumentParser:
         default = plan.default_factory()  # type: ignore[misc]
         out.add_argument(f"--{stage}-epochs", type=int, default=default.epochs)
         out.add_argument(f"--{stage}-lr", type=float, default=default.lr)
-        out.add_argument(f"--{stage}-batch", type=int, default=default.batch_size)
+        fewer = ", ".join(f"{size} of {task}" for task, size in BATCH.items())
+        out.add_argument(
+            f"--{stage}-batch", type=int, default=default.batch_size, help=f"of openbookqa; at most {fewer}"
+        )
     out.add_argument("--patience", type=int, default=3, help="epochs of stage 2 without a better validation NLL")
     out.add_argument("--keep-runs", action="store_true", help="do not drop trained routers that nothing needs any more")
     return out
@@ -151,14 +156,13 @@ def _settings(given: argparse.Namespace) -> Settings:
 def execute(wanted: Sequence[Job], workers: int, end: float | None, out: Path, keep: bool = False) -> dict[str, str]:
     """Do what is missing, the first in the list first; returns the reasons of those that failed.
 
-    A job that found the memory full is tried again once another has ended.
+    A job that has not got enough of the GPU's memory is tried again with twice as much, as long as there is more.
     """
     todo = [job for job in _needed(wanted) if not job.done]
     print(f"{len(wanted) - len(todo)} of {len(wanted)} jobs are done or not needed")
     failed: dict[str, str] = {}
-    tries: dict[str, int] = {}
     took: dict[str, float] = {}
-    full = False
+    memory = _memory()
     running: dict[Future[tuple[str, float | None]], tuple[Job, float]] = {}
     began, number = time.monotonic(), 0
     with _pool(min(workers, max(1, len(todo)))) as pool:
@@ -166,24 +170,24 @@ def execute(wanted: Sequence[Job], workers: int, end: float | None, out: Path, k
             waiting = {job.name for job in todo} | {job.name for job, _ in running.values()}
             for job in [job for job in todo if not (waiting | failed.keys()).intersection(job.needs)]:
                 late = end is not None and time.monotonic() + took.get(job.kind, 0.0) > end
-                if running and (full or sum(other.room for other, _ in running.values()) + job.room > workers):
+                taken = sum(other.gb for other, _ in running.values())
+                if len(running) == workers or (running and taken + job.gb > memory):
                     break
                 if not late:
                     todo.remove(job)
-                    running[pool.submit(attempt, job.work, min(1.0, job.room / workers))] = job, time.monotonic()
+                    running[pool.submit(attempt, job.work, min(1.0, job.gb / memory))] = job, time.monotonic()
             if not running:
                 break
             for future in wait(running, return_when=FIRST_COMPLETED).done:
-                (job, start), full = running.pop(future), False
+                job, start = running.pop(future)
                 seconds, peak = time.monotonic() - start, None
                 try:
                     reason, peak = future.result()
                 except BrokenExecutor:
                     reason, todo = "its process was killed (out of memory?)", []
-                if reason.startswith("CUDA out of memory") and running and tries.get(job.name, 0) < TRIES:
-                    tries[job.name], full = tries.get(job.name, 0) + 1, True
-                    todo.insert(0, job)
-                    print(f"{job.name}: no room on the GPU, again when another has ended", flush=True)
+                if reason.startswith("CUDA out of memory") and job.gb < memory:
+                    todo.insert(0, dataclasses.replace(job, gb=2 * job.gb))
+                    print(f"{job.name}: {job.gb:.0f} GB were not enough, again with twice as much", flush=True)
                     continue
                 number, took[job.kind] = number + 1, seconds
                 if reason:
@@ -195,6 +199,13 @@ def execute(wanted: Sequence[Job], workers: int, end: float | None, out: Path, k
     return failed
 
 
+def _memory() -> float:
+    """GB of the GPU that jobs can share; without one there is nothing to share out."""
+    import torch
+
+    return SHARED * torch.cuda.get_device_properties(0).total_memory / 1e9 if torch.cuda.is_available() else math.inf
+
+
 def attempt(work: Callable[[], None], share: float = 1.0) -> tuple[str, float | None]:
     """Work; returns the reason where it failed, in one line, and the most GB of the GPU that it held.
 
@@ -204,7 +215,7 @@ def attempt(work: Callable[[], None], share: float = 1.0) -> tuple[str, float | 
 
     cuda = torch.cuda.is_available()
     if cuda:
-        torch.cuda.set_per_process_memory_fraction(share * (1.0 if share == 1.0 else SHARED))
+        torch.cuda.set_per_process_memory_fraction(share * SHARED)
         torch.cuda.reset_peak_memory_stats()
     reason = ""
     try:
@@ -213,6 +224,7 @@ def attempt(work: Callable[[], None], share: float = 1.0) -> tuple[str, float | 
         if os.environ.get("VMOER_DEBUG"):
             traceback.print_exc()
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    gc.collect()  # an error's frames keep each other, and what they had on the GPU
     if not cuda:
         return reason, None
     torch.cuda.empty_cache()
