@@ -77,6 +77,7 @@ def test_the_list_is_in_order_and_complete(place: tuple[str, str], tmp_path: Pat
         "laplace",
         "mean-only",
         "fixed-noise",
+        "tuned-noise",
     )
     for task in ("openbookqa", "arc_challenge", "sciq", "medmcqa"):
         for label in ("map", "map-early", *methods, "vglr-fc@paper", "vglr-mf@paper", "vtsr@paper"):

@@ -7,13 +7,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from train_workers import job, world
 
 import vmoer
 from vmoer import metrics, tasks
-from vmoer.attach import attached, routers_of
+from vmoer.attach import attached, routers_of, sampled
 from vmoer.errors import InputError
 from vmoer.models import open_model
 from vmoer.predict import collate
@@ -163,6 +164,34 @@ def test_search_chooses_beta_and_keeps_its_routers(
     assert nll == pytest.approx(said["stage2"]["tried"][best], abs=1e-5)
     with pytest.raises(InputError, match="no beta or temperature"):
         go(place, tmp_path / "m", "mcdr", from_map=run, search=True)
+
+
+def test_search_chooses_the_size_of_untrained_noise(
+    run: Path, place: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: answers averaged over eight sampled passes, a temperature fitted on every other question for the rest."""
+    monkeypatch.setitem(presets.GRIDS, "prior_scale", (0.1, 3.0))
+    said = go(place, tmp_path / "s", vmoer.MeanField(learn="nothing"), from_map=run, search=True)
+    found = {}
+    for scale in (0.1, 3.0):
+        opened = open_model(run / "map", device="cpu")
+        model = vmoer.attach(vmoer.detach(opened.model), vmoer.MeanField(learn="nothing", prior_scale=scale))
+        examples = valid(place, opened.tokenizer)
+        answers = np.asarray(examples.answers)
+        passes = []
+        for number in range(8):
+            with sampled(model, number):
+                passes.append(np.exp(evaluate(model, examples, Workers()).numpy()))
+        log_probs = np.log(np.mean(passes, axis=0))
+        total = 0.0
+        for half in (0, 1):
+            rest = metrics.fit_temperature(log_probs[1 - half :: 2], answers[1 - half :: 2])
+            scaled = torch.from_numpy(log_probs[half::2] / rest).log_softmax(-1).numpy()
+            total -= scaled[np.arange(len(scaled)), answers[half::2]].sum()
+        found[f"prior_scale={scale}"] = total / len(answers)
+    assert said["stage2"]["tried"] == pytest.approx(found, abs=1e-5)
+    assert f"prior_scale={said['config']['prior_scale']}" == min(found, key=lambda name: found[name])
+    assert abs(found["prior_scale=0.1"] - found["prior_scale=3.0"]) > 1e-3  # a choice that matters
 
 
 @pytest.mark.filterwarnings("ignore:.*snapshots fit")

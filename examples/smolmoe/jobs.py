@@ -27,11 +27,23 @@ OTHERS = ("arc_challenge", "sciq", "medmcqa")
 SHIFTS = {"arc_easy": 500, "arc_challenge": 500, "mmlu_law": 300, "medmcqa": 1000}
 """Questions of each: the paper's 500; fewer of mmlu_law, whose prompts are four times as long; more of medmcqa, so that enough of
 them are as long as the source's. Last: the shift that the ablations over layers report."""
-HEADS = ("map", "vglr-fc", "vglr-mf", "vtsr", "mean-only", "temp-scale", "laplace", "fixed-noise", "vglr-lr", "mcdr")
+HEADS = (
+    "map",
+    "vglr-fc",
+    "vglr-mf",
+    "tuned-noise",
+    "vtsr",
+    "mean-only",
+    "temp-scale",
+    "laplace",
+    "fixed-noise",
+    "vglr-lr",
+    "mcdr",
+)
 HEADS += ("swag", "map-early")
 TIERS = ("main", "paper", "tasks", "factors", "layers", "paper-tasks")
 PAPER = ("map@paper", "vglr-fc@paper", "vglr-mf@paper", "vtsr@paper")
-WHOLE = ("vglr-fc", "vglr-mf", "vtsr", "mcdr", "laplace", "fixed-noise")
+WHOLE = ("vglr-fc", "vglr-mf", "vtsr", "mcdr", "laplace", "fixed-noise", "tuned-noise")
 """Methods that are averaged over whole passes too: most of the time that answering takes."""
 FEWER = {"factors": 2, "layers": 2}
 BATCH = {"arc_challenge": 16, "sciq": 16, "medmcqa": 32}
@@ -225,7 +237,7 @@ def _labels(settings: Settings, tier: str, task: str, heads: Iterable[str]) -> l
         for seed in settings.seeds:
             cells = [stable[head, seed]] if (head, seed) in stable else []
             made = [predictions(study, label, seed) / "meta.json" for label in labels]
-            trained = key not in ("map", "map-early", "temp-scale", "laplace", "fixed-noise")
+            trained = key not in ("map", "map-early", "temp-scale", "laplace", "fixed-noise", "tuned-noise")
             plan = PRESETS["paper"].stage2 if preset == "paper" else study.stage2
             share = held_out_share(PRESETS[preset].stage2_data) or 1.0
             runs = (study.out / "runs" / f"{head}-s{seed}",) if key not in ("map", "map-early") else ()

@@ -1,5 +1,6 @@
 """What makes it calibrate: the design, the halves of validation, the rows, and a few levels on a small world."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -18,8 +19,10 @@ from vmoer.models import open_model
 from vmoer.report.factors import section
 from vmoer.studies import STUDIES, Study, factors, grid
 from vmoer.studies._grid import compute
+from vmoer.studies._variants import prepare
 from vmoer.train import Plan, Running, Workers, encode_questions, train
 from vmoer.training.data import halves
+from vmoer.training.presets import GRIDS
 from vmoer.training.stages import validation_nll
 
 
@@ -52,8 +55,31 @@ def test_each_level_changes_one_thing(tmp_path: Path) -> None:
         if level.factor == "noise in stage 1":  # at another scale, or with nothing after it
             assert level.train == {"noisy_stage1": True}
             assert len(changes) <= 2
+        elif level.factor == "untrained noise":  # nothing is trained, and its size is what varies
+            assert level.label == "fixed-noise"
+            assert changes == ["method", "prior"]
         else:
             assert len(changes) == (level is not factors.DEFAULT), level
+
+
+def test_the_size_of_tuned_noise_is_chosen_on_validation_and_that_of_fixed_noise_is_not(
+    tmp_path: Path, place: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: what the runs say was tried, with a study that searches and with one that does not."""
+    monkeypatch.setitem(GRIDS, "prior_scale", (0.1, 0.7))
+    study = small(place, tmp_path)
+    for search in (False, True):
+        here = dataclasses.replace(study, search=search, out=tmp_path / str(search))
+        for label in ("tuned-noise", "fixed-noise", "laplace", "mcdr"):  # the last two have nothing to search
+            prepare(here, label, 0)
+        runs = here.out / "runs"
+        tuned, fixed = (
+            json.loads((runs / f"{label}-s0" / "run.json").read_text()) for label in ("tuned-noise", "fixed-noise")
+        )
+        assert [*tuned["stage2"]["tried"]] == ["prior_scale=0.1", "prior_scale=0.7"]
+        assert tuned["config"]["prior_scale"] in (0.1, 0.7)
+        assert fixed["stage2"]["tried"] is None
+        assert fixed["config"]["prior_scale"] == 2.0
 
 
 def test_it_is_a_study_of_its_own(tmp_path: Path, place: tuple[str, str]) -> None:
@@ -155,6 +181,7 @@ def test_a_few_levels_and_the_section(place: tuple[str, str], tmp_path: Path) ->
         "default-default",
         "S-2",
         "prior-scale-1-x-spread",
+        "untrained-noise-0.2-x-spread",
         "noise-in-stage-1-at-the-prior",
     }
     wanted |= {"paper-map", "paper-vglr-fc", "learning-rate-0.003", "posterior-mean-only", "layers-first-1"}
@@ -171,6 +198,9 @@ def test_a_few_levels_and_the_section(place: tuple[str, str], tmp_path: Path) ->
 
     spread = json.loads((tmp_path / "factors" / "prior-scale-1-x-spread-s0" / "level.json").read_text())
     assert runs["factors-prior-scale-1-x-spread-s0"]["config"]["prior_scale"] == pytest.approx(spread["logit_spread"])
+    noise = runs["factors-untrained-noise-0.2-x-spread-s0"]["config"]
+    assert noise["prior_scale"] == pytest.approx(0.2 * spread["logit_spread"])
+    assert noise["learn"] == "nothing"
     opened = open_model(tmp_path / "runs" / "map-s0" / "map", device="cpu")
     asked = tasks.load("sciq", "train", data_root=place[1])
     seen: list[torch.Tensor] = []

@@ -22,7 +22,7 @@ from vmoer.studies._variants import STATES, Study, batches, parse
 from vmoer.training.data import held_out_share
 from vmoer.training.presets import GRIDS, PRESETS
 
-UNTRAINED = (*STATES, "laplace", "fixed-noise", "temp-scale")
+UNTRAINED = (*STATES, "laplace", "fixed-noise", "tuned-noise", "temp-scale")
 
 
 @dataclass(frozen=True)

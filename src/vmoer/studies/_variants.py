@@ -5,10 +5,12 @@ vglr-fc@paper        the same with the protocol exactly as printed
 map, map-early       stage 1 alone, in its last state and in its best on validation
 mean-only            a trained mean without variance          } the controls without which a gain is
 fixed-noise          untrained noise of fixed size            } credited to the wrong cause
+tuned-noise          the same, its size chosen on validation  }
 vglr-fc+full         predictions averaged over answers rather than in the router (+answer, +full)
 
-Of map, of mean-only and of the variational methods with the default preset validation questions are answered too: their rows
-come a second time with an output temperature (+ts), so that what routing adds to plain temperature scaling can be seen.
+Of map, of mean-only, of tuned-noise and of the variational methods with the default preset validation questions are answered
+too: their rows come a second time with an output temperature (+ts), so that what routing adds to plain temperature scaling can
+be seen.
 """
 
 import dataclasses
@@ -33,13 +35,15 @@ from vmoer.predict import predict_task
 from vmoer.routers import Config, Deterministic, MeanField, method
 from vmoer.studies._grid import start_worker
 from vmoer.train import PRESETS, STAGE1, Plan, train
+from vmoer.training.stages import searched
 
 CONTROLS: dict[str, Config] = {
     "mean-only": MeanField(learn="mean", beta=0.001),
     "fixed-noise": MeanField(learn="nothing", prior_scale=2.0),
+    "tuned-noise": MeanField(learn="nothing"),
 }
 STATES = ("map", "map-early")
-TEMPERED = ("map", "mean-only", "vglr-mf", "vglr-fc", "vglr-lr", "vtsr")
+TEMPERED = ("map", "mean-only", "tuned-noise", "vglr-mf", "vglr-fc", "vglr-lr", "vtsr")
 
 
 @dataclass(frozen=True)
@@ -184,6 +188,8 @@ def _train_alone(study: Study, key: str, *, preset: str, out: Path, seed: int, *
     if study.transfer_from is not None and isinstance(chosen, str):
         chosen = _transferred(study.transfer_from, out.name, PRESETS[preset].config(key))
     paper = preset == "paper"
+    free = study.search and study.transfer_from is None and key != "fixed-noise"
+    config = PRESETS[preset].config(chosen) if isinstance(chosen, str) else chosen
     train(
         study.model,
         study.task,
@@ -193,7 +199,7 @@ def _train_alone(study: Study, key: str, *, preset: str, out: Path, seed: int, *
         stage1_plan=study.stage1,
         stage2_plan=None if paper else study.stage2,
         stage2_data=None if paper else study.stage2_data,
-        search=study.search and study.transfer_from is None,
+        search=key == "tuned-noise" or (free and searched(config) is not None),
         data_root=study.data_root,
         limit=study.limit,
         seed=seed,

@@ -84,6 +84,7 @@ FACTORS: tuple[str, ...] = (
     "objective",
     "posterior",
     "prior scale",
+    "untrained noise",
     "beta",
 )
 FACTORS = (*FACTORS, "layers", "S", "learning rate", "together", "paper")
@@ -99,6 +100,8 @@ def levels(study: Study, available: int) -> list[Level]:
     families = ("vglr-mf", "vglr-lr", "vtsr", "mean-only", "fixed-noise", "laplace")
     out += [Level("posterior", key, key) for key in families]
     out += [Level("prior scale", f"{r:g} x spread", relative=r) for r in (0.25, 1.0, 2.0, 4.0)]
+    noise = (0.05, 0.1, 0.2, 0.4)
+    out += [Level("untrained noise", f"{r:g} x spread", "fixed-noise", relative=r) for r in noise]
     out += [Level("beta", f"{beta:g}", config={"beta": beta}) for beta in (0.0001, 0.01, 0.1)]
     if study.stage1.epochs:
         out += [MAPS["held-out:0.5"], Level("stage-2 data", "held-out:0.5", train={"stage2_data": "held-out:0.5"})]
@@ -229,7 +232,10 @@ def _trained(study: Study, level: Level, seed: int, source: Path) -> tuple[Path,
         if (out / "run.json").exists():
             return out, found
         scale = {"prior_scale": found["prior_scale"]} if found else {}
-        config: Config = CONTROLS.get(key) or PRESETS[preset].config(key, **level.config, **scale)
+        changes = level.config | scale
+        config: Config = (
+            dataclasses.replace(CONTROLS[key], **changes) if key in CONTROLS else PRESETS[preset].config(key, **changes)
+        )
         arguments = _shared(study, level, seed) | {name: v for name, v in level.train.items() if name != "lr"}
         if "lr" in level.train:
             arguments["stage2_plan"] = dataclasses.replace(arguments["stage2_plan"], lr=level.train["lr"])

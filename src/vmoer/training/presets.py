@@ -14,6 +14,7 @@ STAGE2 = Plan(epochs=10, patience=3)
 GRIDS: dict[str, tuple[float, ...]] = {
     "beta": (0.0001, 0.001, 0.01, 0.1),
     "temperature": (0.01, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0),
+    "prior_scale": (0.05, 0.1, 0.2, 0.4, 0.8, 1.6),
 }
 """What `search` tries."""
 

@@ -120,7 +120,11 @@ def stage2(
 
 
 def searched(config: Config) -> str | None:
-    """The setting that validation chooses: beta, or Temp-Scale's temperature."""
+    """The setting that validation chooses: beta, Temp-Scale's temperature, or the size of noise that nothing trains."""
+    if getattr(config, "learn", None) == "nothing":
+        return "prior_scale"
+    if config.router.needs_fit:  # in closed form: its KL is never weighed
+        return None
     return next((name for name in GRIDS if hasattr(config, name)), None)
 
 
@@ -142,7 +146,10 @@ def search(
         candidate = with_value(config, name, value)
         place = Path(folder) / f"{name}={value}"
         outcome = stage2(model, train, valid, candidate, folder=place, running=running, **stage)
-        found[value] = outcome.state.best_nll if outcome else validation_nll(model, valid, running.workers)
+        if outcome:
+            found[value] = outcome.state.best_nll
+        else:
+            found[value] = (validation_nll, averaged_nll)[name == "prior_scale"](model, valid, running.workers)
         detach(model)
     best = min(found, key=lambda value: found[value])
     nll = {f"{name}={value}": nll for value, nll in found.items()}
@@ -151,6 +158,12 @@ def search(
 
 def with_value(config: Config, name: str, value: Any) -> Config:
     return dataclasses.replace(config, **{name: value})
+
+
+def averaged_nll(model: nn.Module, valid: Examples, workers: Workers, passes: int = 8) -> float:
+    """Averaged over whole passes, and with an output temperature: noise is not to be chosen for what one number does."""
+    log_probs = evaluate(model, valid, workers, passes=passes).numpy()
+    return metrics.nll(metrics.cross_tempered(log_probs, valid.answers), valid.answers)
 
 
 def validation_nll(model: nn.Module, valid: Examples, workers: Workers, seed: int = 0) -> float:
