@@ -519,3 +519,24 @@ def test_one_command_from_the_model_to_the_verdicts(place: tuple[str, str], tmp_
     assert failing.returncode == 2
     assert len(failing.stderr.strip().splitlines()) == 1, failing.stderr
     assert subprocess.run([command[0]], capture_output=True, text=True).returncode == 2
+
+
+def test_the_tables_of_the_readme_are_those_of_the_metrics(capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: the metrics in the repository, by the command that the text names."""
+    import table
+
+    results = Path(__file__).parents[1] / "results" / "smolmoe"
+    assert table.main([str(results)]) == 0
+    readme = (results / "README.md").read_text().splitlines()
+    printed = [line for line in capsys.readouterr().out.splitlines() if line]
+    assert len(printed) > 20
+    assert [line for line in printed if line not in readme] == []
+
+
+def test_a_number_of_a_table_is_written_without_its_leading_zero() -> None:
+    import table
+
+    written = [table.short(value) for value in (0.579, -0.0104, 1.5249, 10.25, 0.0)]
+    assert written == [".579", "-.010", "1.525", "10.250", ".000"]
+    assert table.interval({"value": 0.026, "low": -0.0081, "high": 1.0621}) == "+.026 [-.008, +1.062]"
+    assert table.interval(None) == ""
