@@ -180,6 +180,8 @@ def test_jobs_share_the_memory_and_one_that_got_too_little_gets_twice_as_much(
         "e": "CUDA out of memory. Tried to allocate 2 GiB"
     }
     assert shares[-3:] == [0.3, 0.6, 1.0]
+    assert example.execute([work("f", 30, 200)], 1, None, tmp_path).keys() == {"f"}
+    assert shares[-2:] == [1.0, 1.0]  # alone it has everything at once, and is not tried again
 
 
 def test_what_a_failed_job_held_is_given_back() -> None:

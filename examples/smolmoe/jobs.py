@@ -51,7 +51,8 @@ BATCH = {"arc_challenge": 16, "sciq": 16, "medmcqa": 32}
 LONG = {"mmlu_law": 4}  # prompts so many times longer than the others'
 STEP, FORWARD, OPEN = 0.04, 0.2, 37.0
 """Seconds of a training step, of a pass over 8,192 tokens, and of opening and fitting, in one of eight processes that share an
-H200: least squares over results/smolmoe/timing.jsonl. Single jobs are off by half; sums are what they are for."""
+H200: least squares over the first run's jobs in results/smolmoe/timing.jsonl. Single jobs are off by half; sums are what they
+are for."""
 
 
 @dataclass(frozen=True)
@@ -333,7 +334,7 @@ def _steps(settings: Settings, task: str, share: float, plan: Plan) -> int:
 
 
 def _gb(plan: Plan, passes: int = 1, stage1: bool = False) -> float:
-    """What training with such batches took at most, by results/smolmoe/timing.jsonl, and a little more."""
+    """What training with such batches took on openbookqa and arc_challenge (results/smolmoe/timing.jsonl), and a little more."""
     return max(Job.gb, (0.35 if stage1 else 0.28) * plan.batch_size * (1 + 0.6 * (passes - 1)) + 5)
 
 

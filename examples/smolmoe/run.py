@@ -171,11 +171,12 @@ def execute(wanted: Sequence[Job], workers: int, end: float | None, out: Path, k
             for job in [job for job in todo if not (waiting | failed.keys()).intersection(job.needs)]:
                 late = end is not None and time.monotonic() + took.get(job.kind, 0.0) > end
                 taken = sum(other.gb for other, _ in running.values())
+                share = 1.0 if workers == 1 else min(1.0, job.gb / memory)
                 if len(running) == workers or (running and taken + job.gb > memory):
                     break
                 if not late:
                     todo.remove(job)
-                    running[pool.submit(attempt, job.work, min(1.0, job.gb / memory))] = job, time.monotonic()
+                    running[pool.submit(attempt, job.work, share)] = job, time.monotonic()
             if not running:
                 break
             for future in wait(running, return_when=FIRST_COMPLETED).done:
@@ -185,7 +186,7 @@ def execute(wanted: Sequence[Job], workers: int, end: float | None, out: Path, k
                     reason, peak = future.result()
                 except BrokenExecutor:
                     reason, todo = "its process was killed (out of memory?)", []
-                if reason.startswith("CUDA out of memory") and job.gb < memory:
+                if reason.startswith("CUDA out of memory") and workers > 1 and job.gb < memory:
                     todo.insert(0, dataclasses.replace(job, gb=2 * job.gb))
                     print(f"{job.name}: {job.gb:.0f} GB were not enough, again with twice as much", flush=True)
                     continue

@@ -148,8 +148,10 @@ def search(
         outcome = stage2(model, train, valid, candidate, folder=place, running=running, **stage)
         if outcome:
             found[value] = outcome.state.best_nll
+        elif name == "prior_scale":
+            found[value] = averaged_nll(model, valid, running.workers)
         else:
-            found[value] = (validation_nll, averaged_nll)[name == "prior_scale"](model, valid, running.workers)
+            found[value] = validation_nll(model, valid, running.workers)
         detach(model)
     best = min(found, key=lambda value: found[value])
     nll = {f"{name}={value}": nll for value, nll in found.items()}
