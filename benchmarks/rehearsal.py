@@ -6,7 +6,7 @@
 Every stage and method with two optimiser steps each, as `vmoer train` and `vmoer eval` run them: stage 1 by LoRA on attention
 and experts, the susceptible layers, stage 2 for each method under the default preset (all layers) and the paper's (ten), the
 novelty statistics, predictions averaged in all three ways. Time and the device's peak memory for each, in rehearsal.json and
-rehearsal.md, written after every geometry; what the file has of others is kept. Weights, tokenizer and questions are made up:
+rehearsal.md, written after every method; what the files have of others is kept. Weights, tokenizer and questions are made up:
 what is measured is cost, not accuracy.
 """
 
@@ -17,7 +17,7 @@ import json
 import platform
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +106,8 @@ class Meter:
         return result
 
 
-def rehearse(name: str, geometry: Geometry, args: argparse.Namespace, scratch: Path) -> list[dict[str, Any]]:
+def rehearse(name: str, geometry: Geometry, args: argparse.Namespace, scratch: Path) -> Iterator[list[dict[str, Any]]]:
+    """The rows so far, after every method."""
     device = torch.device("cuda" if torch.cuda.is_available() and not args.tiny else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     meter = Meter(name, device)
@@ -139,7 +140,7 @@ def rehearse(name: str, geometry: Geometry, args: argparse.Namespace, scratch: P
             config = with_value(config, "layers", tuple(ten))
         folder = scratch / label.replace("@", "-")
         _method(label, config, tuned, (train, valid), asked, tokenizer, plan, folder, running, meter)
-    return meter.rows
+        yield meter.rows
 
 
 def _method(
@@ -222,11 +223,17 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def kept(path: Path, asked: dict[str, Any], names: Sequence[str]) -> list[dict[str, Any]]:
-    """What the file holds of other geometries, where it was measured with the same settings."""
+def kept(path: Path, asked: dict[str, Any]) -> list[dict[str, Any]]:
+    """What the file holds, where it was measured with the same settings."""
     before = json.loads(path.read_text()) if path.exists() else {}
-    same = all(before.get(name) == value for name, value in asked.items())
-    return [row for row in before["rows"] if row["geometry"] not in names] if same else []
+    return before["rows"] if all(before.get(name) == value for name, value in asked.items()) else []
+
+
+def joined(rows: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row for each stage of a method, the new one where there are two; geometry by geometry."""
+    found = {(row["geometry"], row["stage"], row["method"]): row for row in (*rows, *new)}
+    names = [*dict.fromkeys(row["geometry"] for row in (*rows, *new))]
+    return sorted(found.values(), key=lambda row: names.index(row["geometry"]))
 
 
 def peaks(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any] | None]:
@@ -254,14 +261,16 @@ def main(arguments: list[str] | None = None) -> int:
     if args.tiny:
         torch.set_num_threads(1)  # matrices this small only lose by being shared out
     result = settings(args)
-    rows = kept(args.out / "rehearsal.json", result, args.geometries)
+    before = kept(args.out / "rehearsal.json", result)
     for name in args.geometries:  # a run that is cut short leaves what it has
         geometry = shrunk(GEOMETRIES[name]) if args.tiny else GEOMETRIES[name]
         with tempfile.TemporaryDirectory() as scratch:
-            rows += rehearse(name, geometry, args, Path(scratch))
-        result |= {"peaks": peaks(rows), "rows": rows}
-        write_json(args.out / "rehearsal.json", result)
-        write_text(args.out / "rehearsal.md", markdown(result))
+            for new in rehearse(name, geometry, args, Path(scratch)):
+                rows = joined(before, new)
+                result |= {"peaks": peaks(rows), "rows": rows}
+                write_json(args.out / "rehearsal.json", result)
+                write_text(args.out / "rehearsal.md", markdown(result))
+        before = rows
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

@@ -64,4 +64,7 @@ def test_geometries_can_be_measured_one_after_the_other(tmp_path: Path) -> None:
     assert geometries("granite-3b") == ["granite-3b"]
     assert geometries("qwen1.5-moe") == ["granite-3b", "qwen1.5-moe"]
     assert geometries("granite-3b") == ["granite-3b", "qwen1.5-moe"]
+    assert rehearsal.main([*place, "granite-3b", "--methods", "laplace"]) == 0
+    rows = json.loads((tmp_path / "rehearsal.json").read_text())["rows"]
+    assert {row["method"] for row in rows if row["geometry"] == "granite-3b"} == {"-", "map", "laplace"}
     assert geometries("qwen1.5-moe", "--questions", "3") == ["qwen1.5-moe"]

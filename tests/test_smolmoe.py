@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -20,12 +21,14 @@ import pytest
 from train_workers import world
 
 from vmoer import metrics, scores
+from vmoer.errors import InputError
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "smolmoe"
 sys.path.insert(0, str(EXAMPLE))
 
 import jobs as listed  # noqa: E402
 import packing  # noqa: E402
+import pooled  # noqa: E402
 import run as example  # noqa: E402
 import tempering  # noqa: E402
 import verdicts  # noqa: E402
@@ -233,6 +236,53 @@ def test_a_pack_made_meanwhile_speaks_of_nothing_that_it_does_not_hold(tmp_path:
     packing.pack(tmp_path / "a", tmp_path / "pack")
     assert packing.unpack(tmp_path / "pack", tmp_path / "b") == 1
     assert [path.parent.name for path in (tmp_path / "b").rglob("meta.json")] == ["whole-s0"]
+
+
+def test_two_runs_of_one_seed_are_not_mixed(tmp_path: Path) -> None:
+    """The same predictions twice are nothing new; others under the same name are another model's, and would be paired."""
+    for name, value in (("a", -1.0), ("b", -1.5)):
+        task = tmp_path / name / "t"
+        (task / "cells").mkdir(parents=True)
+        (task / "map-s0").mkdir()
+        (task / "map-s0" / "meta.json").write_text("{}")
+        pq.write_table(pa.table({"id": ["q"], "log_probs": [[value, -2.0]]}), task / "map-s0" / "predictions.parquet")
+        packing.pack(tmp_path / name, tmp_path / f"{name}.pack")
+    out = tmp_path / "out"
+    assert [packing.unpack(tmp_path / "a.pack", out) for _ in range(2)] == [1, 0]
+    with pytest.raises(InputError, match=r"b\.pack has other predictions of t/map-s0 than those here"):
+        packing.unpack(tmp_path / "b.pack", out)
+
+
+# -- all tasks together --------------------------------------------------------------------------------------------------
+
+
+def test_a_difference_over_tasks_is_the_mean_of_theirs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: answers whose losses differ by a known number on each task; noise that the tasks do not share averages out."""
+    rng, known = np.random.default_rng(3), {"a": -0.1, "b": 0.02}
+    for task, less in known.items():
+        rows = []
+        for seed in (0, 1):
+            for split in ("validation", "test"):
+                for i in range(400):
+                    loss = rng.uniform(0.7, 1.5)
+                    for method, own in (("map", loss), ("x", loss + less + rng.normal(0, 0.1))):
+                        log_probs = [-own, float(np.log1p(-np.exp(-own)))]
+                        one = {"task": task, "split": split, "method": method, "seed": seed, "id": str(i), "answer": 0}
+                        rows.append(one | {"log_probs": log_probs})
+        (tmp_path / task).mkdir()
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / task / "predictions.parquet")
+    assert pooled.main([str(tmp_path), "x", "map", "--against", "map"]) == 0
+    head, own, same = capsys.readouterr().out.splitlines()
+    assert head.split()[-3:] == ["a", "b", "all"]
+    numbers = [float(n) for n in re.findall(r"[-+][.\d]+", own)]
+    for (value, low, high), expected in zip(np.reshape(numbers, (3, 3)), (-0.1, 0.02, -0.04), strict=True):
+        assert value == pytest.approx(expected, abs=0.012)
+        assert low < expected < high
+        assert high - low < 0.04
+    assert re.findall(r"[-+][.\d]+", same) == ["+.000"] * 9
+    for wrong in (["y"], ["x", "--against", "y"], ["x", "--against", "map", "--shifts"]):
+        assert pooled.main([str(tmp_path), *wrong]) == 2
+        assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 # -- a temperature that follows a signal ---------------------------------------------------------------------------------

@@ -61,9 +61,10 @@ def unpack(file: Path, out: Path) -> int:
             folders = table["folder"].combine_chunks().dictionary_encode()
             for number, folder in enumerate(folders.dictionary.to_pylist()):
                 place, meta = task / folder, f"{folder}/meta.json"
-                if (place / "meta.json").exists() or meta not in files:
-                    continue
                 rows = table.filter(pc.equal(folders.indices, number)).drop(["folder"])
+                if (place / "meta.json").exists() or meta not in files:
+                    _refuse_other(place, rows, file)
+                    continue
                 write_bytes(place / "predictions.parquet", _parquet(rows))
                 known.append(f"{task.name}/{folder}")
                 came += 1
@@ -85,6 +86,16 @@ def unpack(file: Path, out: Path) -> int:
         write_bytes(out / "timing.jsonl", ("".join(new) + mine).encode())
     write_json(out / _UNPACKED, sorted(set(known)))
     return came
+
+
+def _refuse_other(place: Path, rows: pa.Table, file: Path) -> None:
+    """Differences are paired by seed: two runs of one seed on models of their own must not be mixed."""
+    path = place / "predictions.parquet"
+    here = pq.read_table(path, columns=["id", "log_probs"]) if path.exists() else None
+    if here is not None and not _rounded(here).equals(rows.select(["id", "log_probs"])):
+        raise InputError(
+            f"{file} has other predictions of {place.parent.name}/{place.name} than those here: another run's"
+        )
 
 
 def drop(run: Path) -> None:

@@ -11,38 +11,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-LABELS = (
-    "map",
-    "map+ts",
-    "map-early",
-    "mean-only",
-    "fixed-noise",
-    "fixed-noise+full",
-    "tuned-noise",
-    "tuned-noise+full",
-)
-LABELS += (
-    "tuned-noise+full+ts",
-    "vglr-fc",
-    "vglr-fc+full",
-    "vglr-fc+full+ts",
-    "vglr-mf",
-    "vglr-mf+full",
-    "vglr-mf+full+ts",
-)
-LABELS += (
-    "vglr-lr",
-    "vglr-lr+ts",
-    "vtsr",
-    "vtsr+full",
-    "vtsr+full+ts",
-    "mcdr",
-    "swag",
-    "laplace",
-    "temp-scale",
-    "map@paper",
-)
-LABELS += ("vglr-fc@paper", "vglr-mf@paper", "vglr-mf@paper+full", "vtsr@paper")
+LABELS = """
+map map+ts map-early mean-only mean-only+ts fixed-noise fixed-noise+full tuned-noise tuned-noise+full tuned-noise+full+ts
+vglr-fc vglr-fc+ts vglr-fc+full vglr-fc+full+ts vglr-mf vglr-mf+ts vglr-mf+full vglr-mf+full+ts vglr-lr vglr-lr+ts
+vtsr vtsr+full vtsr+full+ts mcdr mcdr+full mcdr+full+ts swag swag+ts laplace temp-scale
+map@paper vglr-fc@paper vglr-mf@paper vglr-mf@paper+full vtsr@paper
+""".split()  # noqa: SIM905
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -34,8 +34,9 @@ class _Sums:
     def __call__(self, layer: int, u_TD: Tensor, logits_TN: Tensor, now: Pass) -> None:
         keep_T = self.keep_T
         u, logits = (u_TD, logits_TN) if keep_T is None else (u_TD[keep_T], logits_TN[keep_T])
-        u, p = u.float(), torch.softmax(logits, -1)
-        outer, curvature = (u.mT @ u).double(), (torch.diag(p.sum(0)) - p.mT @ p).double()
+        # In float64: states share a direction, and in float32 the rounding of their sum there is more than the damping elsewhere.
+        u, p = u.double(), torch.softmax(logits.double(), -1)
+        outer, curvature = u.mT @ u, torch.diag(p.sum(0)) - p.mT @ p
         self.outer_DD[layer] = self.outer_DD[layer] + outer if layer in self.outer_DD else outer
         self.curvature_NN[layer] = self.curvature_NN[layer] + curvature if layer in self.curvature_NN else curvature
 

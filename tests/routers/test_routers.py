@@ -12,8 +12,9 @@ from torch import Tensor, nn
 import vmoer
 from vmoer import gates, integrals
 from vmoer.attach import routers_of, switched_off
+from vmoer.context import Pass
 from vmoer.errors import InputError
-from vmoer.fitting import _set
+from vmoer.fitting import _set, _Sums
 from vmoer.routers import Call, methods
 
 
@@ -265,6 +266,25 @@ def test_novelty_is_measured_on_the_states_of_the_method_s_own_routing() -> None
     new = torch.randn(20, 32)
     spread = (new.double() @ torch.linalg.inv(ours) * new.double()).sum(-1)
     torch.testing.assert_close(routers_of(model)[last.layer].novelty(new).double(), spread, rtol=1e-4, atol=0)
+
+
+def test_states_that_are_nearly_alike_can_be_fitted() -> None:
+    """As those of a wide model are: in float32 their sum has no Cholesky factor at all. Oracle: the Woodbury identity."""
+    generator, dim = torch.Generator().manual_seed(0), 256
+    shared = 30 * torch.randn(dim, generator=generator)
+    u = shared + 0.01 * torch.randn(2048, dim, generator=generator)
+    single = (u.mT @ u).double() + torch.eye(dim, dtype=torch.float64)
+    assert torch.linalg.cholesky_ex(single).info > 0
+    sums, r = _Sums(), router(vmoer.Deterministic(), gate(hidden=dim))
+    now = Pass(torch.empty(0), torch.empty(0), None, (0, 0))
+    for part in u.split(1000):
+        sums(0, part, torch.zeros(len(part), 6), now)
+    _set(r, sums.outer_DD[0], 1.0, rank=None)
+    new = torch.randn(5, dim, generator=generator)
+    seen = new.double() @ u.double().mT
+    gram = torch.linalg.solve(torch.eye(2048, dtype=torch.float64) + u.double() @ u.double().mT, seen.mT)
+    exact = new.double().square().sum(-1) - (seen * gram.mT).sum(-1)
+    torch.testing.assert_close(r.novelty(new).double(), exact, rtol=1e-3, atol=0)
 
 
 def test_laplace_curvature_against_its_formula() -> None:
