@@ -165,7 +165,7 @@ def test_jobs_share_the_memory_and_one_that_got_too_little_gets_twice_as_much(
         def go() -> None:
             order.append(name)
             if shares[-1] * 100 < needed:
-                raise RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")
+                raise RuntimeError(f"{'CUDA ' * (name == 'e')}out of memory. Tried to allocate 2 GiB")
             (tmp_path / name).touch()
 
         return listed.Job("main", name, name, go, (tmp_path / name,), gb=gb)

@@ -292,6 +292,26 @@ def test_such_steps_can_be_passed_over_and_counted(tmp_path: Path) -> None:
     assert all(torch.isfinite(value).all() for value in outcome.last.values())
 
 
+def test_too_large_a_step_says_what_to_take_less_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the step at which memory ends, by our own doing; all sixteen questions are in it. Afterwards it goes on."""
+
+    def full(*args: Any, step: int, **kwargs: Any) -> Any:
+        if step == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        return micro_loss(*args, step=step, **kwargs)
+
+    monkeypatch.setattr(loop_module, "micro_loss", full)
+    longest = max(len(prompt) for prompt in world.examples(16, 1).prompts)
+    with pytest.raises(
+        RunError, match=rf"^out of memory on 16 questions of {longest} tokens: take a smaller --micro-batch"
+    ):
+        run(tmp_path, fc(), n=16)
+    monkeypatch.undo()
+    _, outcome = run(tmp_path, fc(), n=16)
+    _, clean = run(tmp_path / "clean", fc(), n=16)
+    assert same(outcome.last, clean.last)
+
+
 def test_the_papers_regulariser_diverges_and_says_so(tmp_path: Path) -> None:
     """-log T has no lower bound: made to diverge by a large beta, it must be noticed, with a remedy, in log and warning."""
     config = vmoer.VariationalTemperature(layers=[1, 2], regulariser="neg_log_t", beta=5.0)

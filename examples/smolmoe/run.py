@@ -186,7 +186,7 @@ def execute(wanted: Sequence[Job], workers: int, end: float | None, out: Path, k
                     reason, peak = future.result()
                 except BrokenExecutor:
                     reason, todo = "its process was killed (out of memory?)", []
-                if reason.startswith("CUDA out of memory") and workers > 1 and job.gb < memory:
+                if reason.removeprefix("CUDA ").startswith("out of memory") and workers > 1 and job.gb < memory:
                     todo.insert(0, dataclasses.replace(job, gb=2 * job.gb))
                     print(f"{job.name}: {job.gb:.0f} GB were not enough, again with twice as much", flush=True)
                     continue

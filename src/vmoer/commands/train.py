@@ -36,6 +36,9 @@ def train(
     stage2_lr: float | None = None,
     batch_size: Annotated[int, typer.Option(help="Questions a step, over all processes.")] = 16,
     micro_batch: Annotated[int | None, typer.Option(help="Questions a pass; the rest is accumulated.")] = None,
+    recompute: Annotated[
+        bool, typer.Option("--recompute", help="Less memory in stage 1, for a third more time: gradient checkpointing.")
+    ] = False,
     skip_nonfinite: Annotated[
         bool, typer.Option("--skip-nonfinite", help="Pass over such steps and count them.")
     ] = False,
@@ -77,7 +80,9 @@ def train(
         limit=limit,
         seed=seed,
         dtype=dtype,
-        running=Running(workers=workers, tensorboard=True, progress=True, skip_nonfinite=skip_nonfinite),
+        running=Running(
+            workers=workers, tensorboard=True, progress=True, recompute=recompute, skip_nonfinite=skip_nonfinite
+        ),
     )
     if not workers.main:
         return

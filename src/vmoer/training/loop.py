@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from vmoer import metrics
 from vmoer.attach import attachment_of, routers_of
-from vmoer.errors import InputError
+from vmoer.errors import InputError, RunError
 from vmoer.training import checkpoint
 from vmoer.training.data import Examples, collate, epoch_batches
 from vmoer.training.objective import evaluate, micro_loss
@@ -228,8 +228,16 @@ def _step(
     values: dict[str, Tensor] = {}
     for first, mine in pieces:
         batch = collate(train, mine, workers.device)
-        loss, found = micro_loss(model, batch, step=step, first_row=first, rows=len(rows), tokens=tokens, passes=passes)
-        workers.scaled(loss).backward()
+        try:
+            loss, found = micro_loss(
+                model, batch, step=step, first_row=first, rows=len(rows), tokens=tokens, passes=passes
+            )
+            workers.scaled(loss).backward()
+        except torch.OutOfMemoryError:
+            size = f"{len(mine)} questions of {max(len(train.prompts[row]) for row in mine)} tokens"
+            raise RunError(
+                f"out of memory on {size}: take a smaller --micro-batch, in stage 1 also --recompute"
+            ) from None
         for name, value in found.items():
             value = value if name in SHARES else value / len(pieces)
             values[name] = values[name] + value if name in values else value
