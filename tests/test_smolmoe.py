@@ -272,8 +272,8 @@ def test_a_difference_over_tasks_is_the_mean_of_theirs(tmp_path: Path, capsys: p
         (tmp_path / task).mkdir()
         pq.write_table(pa.Table.from_pylist(rows), tmp_path / task / "predictions.parquet")
     assert pooled.main([str(tmp_path), "x", "map", "--against", "map"]) == 0
-    head, own, same = capsys.readouterr().out.splitlines()
-    assert head.split()[-3:] == ["a", "b", "all"]
+    head, _, own, same = capsys.readouterr().out.splitlines()
+    assert head == "| NLL - map | a | b | all |"
     numbers = [float(n) for n in re.findall(r"[-+][.\d]+", own)]
     for (value, low, high), expected in zip(np.reshape(numbers, (3, 3)), (-0.1, 0.02, -0.04), strict=True):
         assert value == pytest.approx(expected, abs=0.012)
@@ -579,10 +579,12 @@ def test_the_tables_of_the_readme_are_those_of_the_metrics(capsys: pytest.Captur
 
     results = Path(__file__).parents[1] / "results" / "smolmoe"
     assert table.main([str(results)]) == 0
-    readme = (results / "README.md").read_text().splitlines()
+    text = (results / "README.md").read_text()
+    for command in re.findall(r"`python examples/smolmoe/pooled\.py results/smolmoe ([^`]+)`", text):
+        assert pooled.main([str(results), *command.split()]) == 0
     printed = [line for line in capsys.readouterr().out.splitlines() if line]
-    assert len(printed) > 20
-    assert [line for line in printed if line not in readme] == []
+    assert sum("NLL - " in line and "| all |" in line for line in printed) == 3
+    assert [line for line in printed if line not in text.splitlines()] == []
 
 
 def test_a_number_of_a_table_is_written_without_its_leading_zero() -> None:

@@ -2,9 +2,9 @@
 
     python examples/smolmoe/pooled.py results/smolmoe vglr-fc+full+ts mean-only+ts --against map+ts
 
-NLL of each label less that of another on the test questions, task by task and as a mean over tasks that counts each alike; with
---shifts on the sets that openbookqa was shifted to instead. `+ts` is a label's output temperature, of each task and seed, fitted
-on validation. Intervals are over questions and seeds; the two labels are paired by both.
+Markdown: NLL of each label less that of another on the test questions, task by task and as a mean over tasks that counts each
+alike; with --shifts on the sets that openbookqa was shifted to instead. `+ts` is a label's output temperature, of each task and
+seed, fitted on validation. Intervals are over questions and seeds; the two labels are paired by both.
 """
 
 import argparse
@@ -28,10 +28,8 @@ Losses = dict[tuple[str, str], dict[str, dict[int, np.ndarray]]]
 def read(results: Path, wanted: set[str]) -> Losses:
     out: Losses = {}
     for path in sorted(results.glob("*/predictions.parquet")):
-        table, source = (
-            pq.read_table(path, columns=["task", "split", "method", "seed", "answer", "log_probs"]),
-            path.parent.name,
-        )
+        source, columns = path.parent.name, ["task", "split", "method", "seed", "answer", "log_probs"]
+        table = pq.read_table(path, columns=columns)
         for label in wanted:
             method = label.removesuffix("+ts")
             own = table.filter(pc.equal(table["method"], method))
@@ -72,7 +70,8 @@ def main(arguments: list[str] | None = None) -> int:
     if not sets or any(given.against not in losses[key] for key in sets):
         print(f"error: {given.results} has no {given.against} to compare with", file=sys.stderr)
         return 2
-    print(f"{'NLL less that of ' + given.against:32}" + "".join(f"{task:>25}" for _, task in sets) + f"{'all':>25}")
+    heads = [f"NLL - {given.against}", *(task for _, task in sets), "all"]
+    print(f"| {' | '.join(heads)} |\n" + "|---" * len(heads) + "|")
     for label in given.labels:
         tables = []
         for key in sets:
@@ -87,7 +86,7 @@ def main(arguments: list[str] | None = None) -> int:
         rows = [*zip(means, drawn, strict=True), (np.mean(means), np.mean(drawn, 0))]
         cells = [percentiles(float(mean), many, 0.95) for mean, many in rows]
         texts = [f"{short(value, True)} [{short(low, True)}, {short(high, True)}]" for value, low, high in cells]
-        print(f"{label:32}" + "".join(f"{text:>25}" for text in texts))
+        print(f"| {' | '.join([label, *texts])} |")
     return 0
 
 
