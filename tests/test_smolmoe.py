@@ -283,6 +283,10 @@ def test_a_difference_over_tasks_is_the_mean_of_theirs(tmp_path: Path, capsys: p
     for wrong in (["y"], ["x", "--against", "y"], ["x", "--against", "map", "--shifts"]):
         assert pooled.main([str(tmp_path), *wrong]) == 2
         assert len(capsys.readouterr().err.splitlines()) == 1
+    whole = pq.read_table(tmp_path / "b" / "predictions.parquet")
+    pq.write_table(whole.slice(0, len(whole) - 1), tmp_path / "b" / "predictions.parquet")
+    assert pooled.main([str(tmp_path), "x", "--against", "map"]) == 2
+    assert "not all labels answer the same questions of b" in capsys.readouterr().err
 
 
 # -- a temperature that follows a signal ---------------------------------------------------------------------------------

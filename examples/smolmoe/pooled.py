@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 from table import short
 
 from vmoer import metrics
+from vmoer.errors import InputError
 from vmoer.metrics.resampling import percentiles
 
 DRAWS = 2000
@@ -27,8 +28,9 @@ Losses = dict[tuple[str, str], dict[str, dict[int, np.ndarray]]]
 
 def read(results: Path, wanted: set[str]) -> Losses:
     out: Losses = {}
+    ids: dict[tuple[str, str], pa.ChunkedArray] = {}
     for path in sorted(results.glob("*/predictions.parquet")):
-        source, columns = path.parent.name, ["task", "split", "method", "seed", "answer", "log_probs"]
+        source, columns = path.parent.name, ["id", "task", "split", "method", "seed", "answer", "log_probs"]
         table = pq.read_table(path, columns=columns)
         for label in wanted:
             method = label.removesuffix("+ts")
@@ -38,7 +40,12 @@ def read(results: Path, wanted: set[str]) -> Losses:
                 parts = {split: here.filter(pc.equal(here["split"], split)) for split in ("validation", "test")}
                 temperature = metrics.fit_temperature(*_arrays(parts["validation"])) if label != method else 1.0
                 for task in sorted({*parts["test"]["task"].to_pylist()}):
-                    log_probs, answers = _arrays(parts["test"].filter(pc.equal(parts["test"]["task"], task)))
+                    asked = parts["test"].filter(pc.equal(parts["test"]["task"], task))
+                    if asked["id"] != ids.setdefault((source, task), asked["id"]):
+                        raise InputError(
+                            f"{path}: not all labels answer the same questions of {task} in the same order"
+                        )
+                    log_probs, answers = _arrays(asked)
                     scaled = metrics.apply_temperature(log_probs, temperature)
                     found = out.setdefault((source, task), {}).setdefault(label, {})
                     found[seed] = -scaled[np.arange(len(answers)), answers]
@@ -65,7 +72,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--against", default="map+ts")
     parser.add_argument("--shifts", action="store_true")
     given = parser.parse_intermixed_args(arguments)
-    losses = read(given.results, {given.against, *given.labels})
+    try:
+        losses = read(given.results, {given.against, *given.labels})
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     sets = [key for key in sorted(losses) if (key[0] != key[1]) == given.shifts]
     if not sets or any(given.against not in losses[key] for key in sets):
         print(f"error: {given.results} has no {given.against} to compare with", file=sys.stderr)
