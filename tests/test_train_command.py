@@ -11,16 +11,17 @@ import numpy as np
 import pytest
 import torch
 from train_workers import job, world
+from typer.testing import CliRunner
 
 import vmoer
-from vmoer import metrics, tasks
+from vmoer import cli, metrics, tasks
 from vmoer.attach import attached, routers_of, sampled
 from vmoer.errors import InputError
 from vmoer.models import open_model
 from vmoer.predict import collate
 from vmoer.tasks.prompt import encode
 from vmoer.train import PAPER, Plan, Running, Workers, encode_questions, train
-from vmoer.training import presets
+from vmoer.training import presets, stages
 from vmoer.training.data import hold_out
 from vmoer.training.objective import evaluate
 from vmoer.training.stages import validation_nll
@@ -245,3 +246,21 @@ def test_novelty_knows_the_questions_of_both_stages(place: tuple[str, str], tmp_
     expected = torch.stack([len(root_DD) - root_DD.square().sum() for root_DD in roots])
     torch.testing.assert_close(sums["both"], expected, rtol=1e-4, atol=0)
     assert (sums["stage 1"] < 0.95 * expected).all()
+
+
+def test_options_reach_the_run(place: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: whether the layers were run again when stage 1 began."""
+    seen: list[bool] = []
+    real = stages.optimise
+
+    def optimise(model: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs["stage"] == 1:
+            seen.append(model.is_gradient_checkpointing)
+        return real(model, *args, **kwargs)
+
+    monkeypatch.setattr(stages, "optimise", optimise)
+    short = ["--task", "sciq", "--method", "map", "--data-root", place[1], "--stage1-epochs", "1", "--limit", "16"]
+    for options in ([], ["--recompute"]):
+        run = ["train", place[0], *short, *options, "--out", str(tmp_path / str(len(options)))]
+        assert CliRunner().invoke(cli.app, run).exit_code == 0
+    assert seen == [False, True]
