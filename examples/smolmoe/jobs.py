@@ -27,20 +27,8 @@ OTHERS = ("arc_challenge", "sciq", "medmcqa")
 SHIFTS = {"arc_easy": 500, "arc_challenge": 500, "mmlu_law": 300, "medmcqa": 1000}
 """Questions of each: the paper's 500; fewer of mmlu_law, whose prompts are four times as long; more of medmcqa, so that enough of
 them are as long as the source's. Last: the shift that the ablations over layers report."""
-HEADS = (
-    "map",
-    "vglr-fc",
-    "vglr-mf",
-    "tuned-noise",
-    "vtsr",
-    "mean-only",
-    "temp-scale",
-    "laplace",
-    "fixed-noise",
-    "vglr-lr",
-    "mcdr",
-)
-HEADS += ("swag", "map-early")
+HEADS = ("map", "vglr-fc", "vglr-mf", "tuned-noise", "vtsr", "mean-only", "temp-scale", "laplace", "fixed-noise")
+HEADS += ("vglr-lr", "mcdr", "swag", "map-early")
 TIERS = ("main", "paper", "tasks", "factors", "layers", "paper-tasks")
 PAPER = ("map@paper", "vglr-fc@paper", "vglr-mf@paper", "vtsr@paper")
 WHOLE = ("vglr-fc", "vglr-mf", "vtsr", "mcdr", "laplace", "fixed-noise", "tuned-noise")

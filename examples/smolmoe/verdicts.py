@@ -9,6 +9,7 @@ seeds (vmoer.scores). A line that fails is an answer too: the exit code is 0.
 import json
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +180,42 @@ def stability(rows: Rows) -> Line:
     return bool(better) if found else None, f"routing is stabler than map's at noise {GAMMA:g}", said or "not measured"
 
 
+def gpu_minutes(timing: list[Row]) -> dict[int, float]:
+    """Of each seed's part of the main table and its stage 1: of every moment the share that one of so many jobs has of the GPU.
+
+    Rows are written as jobs end, so a row that ended before the one above it began another run.
+    """
+    out: dict[int, float] = {}
+    runs: list[list[tuple[float, float, Row]]] = []
+    for row in timing:
+        end = row["start"] + row["seconds"]
+        if not runs or end < runs[-1][-1][1] - 1:  # they are rounded, and told in the order in which they were found
+            runs.append([])
+        runs[-1].append((row["start"], end, row))
+    seeds = {_seed(row) for row in timing if row["tier"] == "main"}
+    for run in runs:
+        times = sorted({time for start, end, _ in run for time in (start, end)})
+        for begin, until in pairwise(times):
+            now = [row for start, end, row in run if start < until and end > begin]
+            for row in now:
+                stage1 = row["kind"] == f"stage 1 {SOURCE}" and "paper" not in row["job"]
+                if (row["tier"] == "main" or stage1) and _seed(row) in seeds:
+                    out[_seed(row)] = out.get(_seed(row), 0.0) + (until - begin) / 60 / len(now)
+    return dict(sorted(out.items()))
+
+
+def _seed(row: Row) -> int:
+    return int(row["job"].rpartition("seed ")[2])
+
+
+def cost(results: Path) -> Line:
+    path, text = results / "timing.jsonl", "a seed of the main table in less than 20 minutes of the GPU"
+    timing = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    found = gpu_minutes(timing)
+    said = ", ".join(f"seed {seed} {minutes:.1f}" for seed, minutes in found.items())
+    return max(found.values()) < 20 if found else None, text, said or "not measured"
+
+
 def lines(results: Path) -> Iterator[Line]:
     rows = Rows(json.loads((results / "metrics.json").read_text()))
     yield model(rows)
@@ -195,6 +232,7 @@ def lines(results: Path) -> Iterator[Line]:
         difference = rows.own(SOURCE, head, "nll_minus_map@paper")
         if difference is not None:
             yield difference["high"] < 0, f"{head}: NLL below map@paper's on {SOURCE}", show(difference)
+    yield cost(results)
 
 
 def main() -> int:

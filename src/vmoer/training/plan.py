@@ -36,7 +36,7 @@ class Running:
     With `checkpoint_seconds` the state is kept at most that often, and not at the end: a short run is over before it would be
     worth writing several times what is trained to a disk, and a killed one does at most those seconds again.
     `skip_nonfinite` counts steps whose gradient is not finite and passes over them, in place of stopping at the first.
-    `recompute` runs the layers of stage 1 again in the backward pass (gradient checkpointing): a third more time, and the
+    `recompute` runs the layers of stage 1 again in the backward pass (gradient checkpointing): one more forward pass, and the
     experts' adapted weights are not all kept at once, which for a model of 16B parameters are 30 GB.
     """
 
