@@ -37,7 +37,8 @@ def train(
     batch_size: Annotated[int, typer.Option(help="Questions a step, over all processes.")] = 16,
     micro_batch: Annotated[int | None, typer.Option(help="Questions a pass; the rest is accumulated.")] = None,
     recompute: Annotated[
-        bool, typer.Option("--recompute", help="Less memory in stage 1, for one more forward pass: gradient checkpointing.")
+        bool,
+        typer.Option("--recompute", help="Less memory in stage 1, for one more forward pass: gradient checkpointing."),
     ] = False,
     skip_nonfinite: Annotated[
         bool, typer.Option("--skip-nonfinite", help="Pass over such steps and count them.")
