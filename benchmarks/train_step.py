@@ -2,58 +2,34 @@
 
     python benchmarks/train_step.py --out results/train_step
 
-On CUDA: Granite-3B's geometry with random bfloat16 weights. On a CPU: a small geometry, to see that it runs. Each method is
-attached to the layers of the paper's protocol (10) and to all; a step is what `vmoer train` does: a length-bucketed batch, one
-sample, answer loss + beta KL, backward through what lies above the first attached layer, fused AdamW. The projection is
-5,000 questions x 10 epochs at the batch size measured. Writes train_step.json and train_step.md.
+On CUDA: Granite-3B's geometry with random bfloat16 weights. On a CPU: a small one of its kind, to see that it runs. Each method
+is attached to the layers of the paper's protocol (10) and to all; a step is what `vmoer train` does: a batch, one sample,
+answer loss + beta KL, backward through what lies above the first attached layer, fused AdamW. The projection is 5,000
+questions x 10 epochs at the batch size measured. Writes train_step.json and train_step.md.
 """
 
 import argparse
-import gc
 import math
 import platform
 import statistics
-import time
+from itertools import count, cycle
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers as tf
+from rehearsal import shrunk
 
 import vmoer
-from vmoer.attach import attach, detach
 from vmoer.bench.geometries import GEOMETRIES
+from vmoer.bench.measure import Work, interleaved
 from vmoer.files import write_json, write_text
-from vmoer.training.data import Batch, Examples, collate
-from vmoer.training.loop import _step
-from vmoer.training.objective import answer_log_probs
-from vmoer.training.plan import Plan
-from vmoer.training.workers import Workers
+from vmoer.live.attach import attach, detach
+from vmoer.training.data import Examples, collate
+from vmoer.training.objective import answer_log_probs, micro_loss
 
-GRANITE_3B = GEOMETRIES["granite-3b"].config
-SMALL = GRANITE_3B | {
-    "vocab_size": 512,
-    "hidden_size": 128,
-    "intermediate_size": 64,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 2,
-}
 METHODS = ("mcdr", "swag", "vglr-mf", "vglr-fc", "vglr-lr", "vtsr")
 QUESTIONS, EPOCHS = 5000, 10
-
-
-def build(device: torch.device) -> Any:
-    torch.manual_seed(0)
-    geometry = GRANITE_3B if device.type == "cuda" else SMALL
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device(device):
-            return tf.GraniteMoeForCausalLM(tf.GraniteMoeConfig(**geometry)).eval().requires_grad_(False)
-    finally:
-        torch.set_default_dtype(torch.float32)
 
 
 def questions(n: int, length: int, vocabulary: int) -> Examples:
@@ -64,83 +40,59 @@ def questions(n: int, length: int, vocabulary: int) -> Examples:
     return Examples(prompts, [i % 4 for i in range(n)], [4] * n, [3, 4, 5, 6])
 
 
-class Meter:
-    """Median seconds of a call, and the peak of the device's memory while it ran."""
-
-    def __init__(self, device: torch.device, repeats: int, warm: int) -> None:
-        self.device, self.repeats, self.warm = device, repeats, warm
-
-    def __call__(self, function: Any) -> tuple[float, float | None]:
-        cuda = self.device.type == "cuda"
-        for i in range(self.warm):
-            function(i)
-        gc.collect()
-        if cuda:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-        times = []
-        for i in range(self.repeats):
-            begin = time.perf_counter()
-            function(self.warm + i)
-            if cuda:
-                torch.cuda.synchronize()
-            times.append(time.perf_counter() - begin)
-        return statistics.median(times), torch.cuda.max_memory_allocated() / 2**30 if cuda else None
+def forward(model: Any, examples: Examples, groups: list[list[int]], device: str) -> Work:
+    turns = cycle([collate(examples, rows, torch.device(device)) for rows in groups])
+    return torch.no_grad()(lambda: answer_log_probs(model, next(turns)))
 
 
-def forward_only(model: Any, examples: Examples, batches: list[list[int]], device: torch.device) -> Any:
-    collated: list[Batch] = [collate(examples, rows, device) for rows in batches]
-
-    @torch.no_grad()
-    def run(i: int) -> None:
-        answer_log_probs(model, collated[i % len(collated)])
-
-    return run
-
-
-def stage2_step(model: Any, examples: Examples, batches: list[list[int]], device: torch.device) -> Any:
+def stage2_step(model: Any, examples: Examples, groups: list[list[int]], device: str) -> Work:
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
-    plan, workers = Plan(epochs=1), Workers(device=device)
+    turns, steps = cycle(groups), count()
 
-    def run(i: int) -> None:
-        _step(model, examples, batches[i % len(batches)], plan, optimizer, parameters, 1e-4, i, workers, 1)
+    def step() -> None:
+        rows = next(turns)
+        size = {"rows": len(rows), "tokens": sum(examples.lengths[row] for row in rows)}
+        batch = collate(examples, rows, torch.device(device))
+        micro_loss(model, batch, step=next(steps), first_row=0, **size)[0].backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
 
-    return run
+    return step
+
+
+def timed(work: Work, device: str, args: argparse.Namespace) -> tuple[float, float | None]:
+    """Median seconds, and the peak of the device's memory in GiB."""
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    seconds = statistics.median(interleaved({"": work}, device, args.repeats, warm_up=args.warm)[""])
+    return seconds, torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else None
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = build(device)
-    config = model.config
-    meter = Meter(device, args.repeats, args.warm)
-    rows: list[dict[str, Any]] = []
-    machine = torch.cuda.get_device_name() if device.type == "cuda" else platform.machine()
-    result = {
-        "device": machine,
-        "geometry": {name: getattr(config, name) for name in SMALL},
-        "dtype": "bfloat16",
-        "prompt_tokens": args.length,
-        "repeats": args.repeats,
-        "versions": {"vmoer": vmoer.__version__, "torch": torch.__version__, "transformers": tf.__version__},
-        "rows": rows,
-    }
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    geometry = GEOMETRIES["granite-3b"] if device == "cuda" else shrunk(GEOMETRIES["granite-3b"])
+    model, depth = geometry.build(device, torch.bfloat16), geometry.config["num_hidden_layers"]
+    versions = {"vmoer": vmoer.__version__, "torch": torch.__version__, "transformers": tf.__version__}
+    result: dict[str, Any] = {"geometry": geometry.config, "dtype": "bfloat16", "prompt_tokens": args.length}
+    result |= {"device": torch.cuda.get_device_name() if device == "cuda" else platform.machine()}
+    result |= {"repeats": args.repeats, "versions": versions, "rows": []}
     for size in args.batch_sizes:
-        examples = questions(size * 8, args.length, config.vocab_size)
-        batches = [list(range(i, i + size)) for i in range(0, size * 8, size)]
-        tokens = sum(examples.lengths) / len(batches)
-        base, memory = meter(forward_only(model, examples, batches, device))
-        rows.append(row("forward alone", "-", size, tokens, base, memory, base, 0))
-        for layers in (10, config.num_hidden_layers) if device.type == "cuda" else (2, config.num_hidden_layers):
+        examples = questions(size * 8, args.length, geometry.config["vocab_size"])
+        tokens, groups = sum(examples.lengths) / 8, [list(range(i, i + size)) for i in range(0, size * 8, size)]
+        base, memory = timed(forward(model, examples, groups, device), device, args)
+        result["rows"].append(row("forward alone", "-", size, tokens, base, memory, base, 0))
+        for layers in dict.fromkeys((min(10, depth), depth)):
             # spread evenly: the susceptible layers of a random model say nothing
-            chosen = [round(i * (config.num_hidden_layers - 1) / max(1, layers - 1)) for i in range(layers)]
+            chosen = [round(i * (depth - 1) / (layers - 1)) for i in range(layers)]
             for key in args.methods:
                 attach(model, vmoer.methods()[key](layers=chosen))
                 trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-                seconds, memory = meter(stage2_step(model, examples, batches, device))
-                rows.append(row(key, str(layers), size, tokens, seconds, memory, base, trained))
+                seconds, memory = timed(stage2_step(model, examples, groups, device), device, args)
+                result["rows"].append(row(key, str(layers), size, tokens, seconds, memory, base, trained))
                 detach(model)
-                print(rows[-1], flush=True)
+                print(result["rows"][-1], flush=True)
                 write_json(args.out / "train_step.json", result)  # a run that is cut short leaves what it has
                 write_text(args.out / "train_step.md", markdown(result))
     return result
@@ -149,18 +101,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 def row(
     method: str, layers: str, size: int, tokens: float, seconds: float, memory: float | None, base: float, trained: int
 ) -> dict[str, Any]:
-    steps = math.ceil(QUESTIONS / size) * EPOCHS
-    return {
-        "method": method,
-        "layers": layers,
-        "batch": size,
-        "milliseconds": 1e3 * seconds,
-        "against_forward": seconds / base,
-        "tokens_per_second": tokens / seconds,
-        "peak_gib": memory,
-        "trained_parameters": trained,
-        "run_minutes": steps * seconds / 60,
-    }
+    out: dict[str, Any] = {"method": method, "layers": layers, "batch": size, "milliseconds": 1e3 * seconds}
+    out |= {"against_forward": seconds / base, "tokens_per_second": tokens / seconds, "peak_gib": memory}
+    return out | {"trained_parameters": trained, "run_minutes": math.ceil(QUESTIONS / size) * EPOCHS * seconds / 60}
 
 
 def markdown(result: dict[str, Any]) -> str:
@@ -194,9 +137,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=128, help="tokens of a prompt")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--warm", type=int, default=3)
-    args = parser.parse_args()
-    result = measure(args)
-    print(markdown(result))
+    print(markdown(measure(parser.parse_args())))
 
 
 if __name__ == "__main__":

@@ -1,21 +1,22 @@
-"""`python docs/pages.py` writes what of the site is made from elsewhere; tests/test_site.py checks that it is current.
+"""What of the site is made from elsewhere. The site's build calls it as its hook and as its Griffe extension:
 
-    docs/api                            a page for each public module of src/vmoer, in the same place
+    api/...      a page for each public module of src/vmoer, in the same place, and its entry in the navigation; no files
+    docstrings   how they are set
+
+`python docs/pages.py` renews numbers in the pages themselves; tests/test_site.py checks that they are current:
+
     <!-- rows of FILE, SECTION -->      above a table of a page: its numbers are those of that section of FILE
-
-The same file is the site's hook (the API part of the navigation) and its Griffe extension (how docstrings are set).
 """
 
 import ast
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import griffe
+from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parent.parent
-API = ROOT / "docs" / "api"
 
 
 def modules() -> list[str]:
@@ -31,7 +32,7 @@ def modules() -> list[str]:
 
 
 def pages() -> dict[Path, str]:
-    """Where each module's page is, relative to docs/api, and what it says."""
+    """Where each module's page is, below api/, and what it says."""
     return {page(name): f"# {name}\n\n::: {name}\n" for name in modules()}
 
 
@@ -42,14 +43,7 @@ def page(name: str) -> Path:
     return Path(*parts, "index.md") if folder.is_dir() else Path(*parts).with_suffix(".md")
 
 
-def write() -> None:
-    wanted = pages()
-    for path in API.rglob("*.md"):
-        if path.relative_to(API) not in wanted:
-            path.unlink()
-    for relative, text in wanted.items():
-        (API / relative).parent.mkdir(parents=True, exist_ok=True)
-        (API / relative).write_text(text)
+def renew() -> None:
     for path in (ROOT / "docs").glob("*.md"):
         text = path.read_text()
         if (new := re.sub(r"<!-- rows of (\S+), (.+?) -->\n+((?:\|.*\n)+)", renewed, text)) != text:
@@ -90,15 +84,25 @@ def on_config(config: Any) -> Any:
         place[relative.stem] = f"api/{relative.as_posix()}"
 
     def section(place: dict[str, Any]) -> list[Any]:
-        plain = [{name: value} for name, value in place.items() if isinstance(value, str) and name != "index"]
-        folders = [{name.rstrip("/"): section(value)} for name, value in place.items() if isinstance(value, dict)]
+        entries = [
+            {name.rstrip("/"): section(value) if isinstance(value, dict) else value}
+            for name, value in place.items()
+            if name != "index"
+        ]
         index = [place["index"]] if "index" in place else []
-        return index + sorted(plain + folders, key=lambda entry: next(iter(entry)))
+        return index + sorted(entries, key=lambda entry: next(iter(entry)))
 
     for entry in config.nav:
         if "API" in entry:
             entry["API"] = section(tree)
     return config
+
+
+def on_files(files: Files, *, config: Any, **_: Any) -> Files:
+    """Add the pages of the modules, which are nowhere on disk."""
+    for relative, text in pages().items():
+        files.append(File.generated(config, f"api/{relative.as_posix()}", content=text))
+    return files
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
@@ -113,8 +117,9 @@ def public_names() -> str:
     found = {
         alias.name: node.module
         for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vmoer.")
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("vmoer.")
         for alias in node.names
+        if not alias.name.startswith("_")
     }
     for name in sorted(found, key=lambda name: (name[0].isupper(), name.lower())):
         module = _home(found[name], name)
@@ -131,8 +136,9 @@ def _tree(module: str) -> ast.Module:
 def _home(module: str, name: str) -> str:
     """The module that defines a name, found along its re-exports."""
     for node in _tree(module).body:
-        names = {alias.asname or alias.name for alias in node.names} if isinstance(node, ast.ImportFrom) else set()
-        if name in names and (node.module or "").startswith("vmoer."):
+        if not isinstance(node, ast.ImportFrom) or name not in {alias.asname or alias.name for alias in node.names}:
+            continue
+        if node.module and node.module.startswith("vmoer."):
             return _home(node.module, name)
     return module
 
@@ -174,4 +180,4 @@ def _set(paragraph: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(write())
+    renew()

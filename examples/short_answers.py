@@ -16,7 +16,6 @@ DIR/short_answers.json    the numbers;  DIR/short_answers.md  the same as a tabl
 """
 
 import argparse
-import io
 import re
 import sys
 import unicodedata
@@ -24,20 +23,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 from scipy.stats import rankdata
 
 import vmoer
 from vmoer import metrics as m
 from vmoer import tasks
-from vmoer.attach import attachment_of
 from vmoer.commands._shared import check_device, quiet
 from vmoer.errors import InputError, RunError
-from vmoer.files import write_bytes, write_json, write_text
-from vmoer.generation import SCORE, Answer
-from vmoer.metrics import batched
+from vmoer.files import write_json, write_text
+from vmoer.inference.generation import SCORE, Answer
+from vmoer.live.attach import attachment_of
+from vmoer.metrics import estimates
 from vmoer.metrics.resampling import percentiles
 from vmoer.models import open_model
-from vmoer.tasks._base import subsample
+from vmoer.report.tables import grid
+from vmoer.tasks import subsample
 
 BASELINE, NULL = "nll", "answer_tokens"
 INSTRUCTION = "Answer the question with a single word or a short phrase and nothing else."
@@ -70,16 +72,11 @@ def prompt(tokenizer: Any, question: str, shots: list[tasks.Question], instructi
 
 def answer(model: Any, tokenizer: Any, questions: list[tasks.Question], given: argparse.Namespace) -> list[Answer]:
     shots = tasks.load(given.task, "train", data_root=given.data_root, limit=given.shots) if given.shots else []
-    stop = {} if getattr(tokenizer, "chat_template", None) else {"stop_strings": ["\n"]}
-    found = vmoer.generate(
-        *(model, tokenizer, [prompt(tokenizer, q.question, shots, given.instruction) for q in questions]),
-        max_new_tokens=given.max_new_tokens,
-        passes=given.passes,
-        batch_size=given.batch_size,
-        seed=given.seed,
-        **stop,
-    )
-    assert isinstance(found, list)
+    prompts = [prompt(tokenizer, q.question, shots, given.instruction) for q in questions]
+    how = {name: getattr(given, name) for name in ("max_new_tokens", "passes", "batch_size", "seed")}
+    if not getattr(tokenizer, "chat_template", None):
+        how["stop_strings"] = ["\n"]
+    found: list[Answer] = vmoer.generate(model, tokenizer, prompts, **how)
     return found
 
 
@@ -87,12 +84,11 @@ def ranked(scores: dict[str, np.ndarray], errors: np.ndarray, draws: int, seed: 
     """AUROC and AURC of every score, and their paired differences to the baseline."""
     wrong = errors > 0
     if wrong.all() or not wrong.any():
-        raise RunError(
-            f"all {len(errors)} answers are {'wrong' if wrong.all() else 'right'}: there is nothing to tell apart"
-        )
+        kind = "wrong" if wrong.all() else "right"
+        raise RunError(f"all {len(errors)} answers are {kind}: there is nothing to tell apart")
     apart = (np.zeros((~wrong).sum()), np.ones(wrong.sum()))  # no lengths to match
     found = {
-        name: batched.detection((x[~wrong], x[wrong]), apart, draws, seed)[0]["auroc"] for name, x in scores.items()
+        name: estimates.detection((x[~wrong], x[wrong]), apart, draws, seed)[0]["auroc"] for name, x in scores.items()
     }
     confidence = {name: 1 - (rankdata(x) - 0.5) / len(x) for name, x in scores.items()}
     again: dict[str, Any] = {"draws": draws, "seed": seed}
@@ -118,30 +114,19 @@ def markdown(result: dict[str, Any]) -> str:
     lines = [f"# Short answers: {result['model']} ({result['method']}) on {result['task']}", ""]
     for split, found in result["splits"].items():
         lines += [f"## {split}: {found['questions']} questions, accuracy {found['accuracy']:.3f}", ""]
-        lines += [
-            f"| score | {' | '.join(name.replace('_', ' ') for name in columns)} |",
-            "|---|" + "---|" * len(columns),
-        ]
+        body = []
         for row in found["rows"]:
             marks = "".join(f" ({why})" for why, name in result["named"].items() if name == row["score"])
-            lines.append(f"| {row['score']}{marks} | {' | '.join(cell(row, name) for name in columns)} |")
-        lines.append("")
+            body.append([f"{row['score']}{marks}", *(cell(row, name) for name in columns)])
+        lines += [*grid(["score", *(name.replace("_", " ") for name in columns)], body), ""]
     lines.append(
         "95% bootstrap intervals over questions; differences are paired. AUROC: higher is better; AURC: lower is."
     )
     return "\n".join(lines) + "\n"
 
 
-def parquet(rows: list[dict[str, Any]]) -> bytes:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    buffer = io.BytesIO()
-    pq.write_table(pa.Table.from_pylist(rows), buffer)
-    return buffer.getvalue()
-
-
-def run(given: argparse.Namespace) -> dict[str, Any]:
+def asked(given: argparse.Namespace) -> dict[str, list[tasks.Question]]:
+    """Validation and test, but for questions that point at their options."""
     sets = {}
     for split in ("validation", "test"):
         found = tasks.load(given.task, split, data_root=given.data_root)
@@ -149,7 +134,12 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
         sets[split] = found if given.limit is None else subsample(found, given.limit, seed=0)
         if not sets[split]:
             raise InputError(f"{given.task} {split}: no question can be asked without its options")
-    check_device(given.device, given.dtype)
+    return sets
+
+
+def run(given: argparse.Namespace) -> dict[str, Any]:
+    sets = asked(given)
+    check_device(given.device)
     opened = open_model(given.model, device=given.device, dtype=given.dtype)
     model = vmoer.load(opened.model, given.router).eval() if given.router else opened.model
     attachment = attachment_of(model)
@@ -159,22 +149,16 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
     for split, questions in sets.items():
         print(f"{split}: {len(questions)} questions", file=sys.stderr, flush=True)
         answers = answer(model, opened.tokenizer, questions, given)
-        golds = [q.choices[q.answer] for q in questions]
-        correct = np.array([right(a.text, gold) for a, gold in zip(answers, golds, strict=True)])
-        scores = {name: np.array([a.scores[name] for a in answers]) for name in answers[0].scores}
-        scores[NULL] = np.array([float(len(a.tokens)) for a in answers])
-        measured[split] = scores, 1.0 - correct
-        for i, (q, a) in enumerate(zip(questions, answers, strict=True)):
-            row = {
-                "id": q.id,
-                "split": split,
-                **about,
-                "question": q.question,
-                "gold": golds[i],
-                "text": a.text.strip(),
-            }
-            rows.append(row | {"correct": bool(correct[i])} | {name: float(x[i]) for name, x in scores.items()})
-    write_bytes(given.out / "answers.parquet", parquet(rows))
+        own = []
+        for q, a in zip(questions, answers, strict=True):
+            gold = q.choices[q.answer]
+            row = {"id": q.id, "split": split, **about, "question": q.question, "gold": gold, "text": a.text.strip()}
+            own.append(row | {"correct": right(a.text, gold)} | a.scores | {NULL: float(len(a.tokens))})
+        scores = {name: np.array([row[name] for row in own]) for name in (*answers[0].scores, NULL)}
+        measured[split] = scores, np.array([0.0 if row["correct"] else 1.0 for row in own])
+        rows += own
+    given.out.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(rows), given.out / "answers.parquet")
     write_json(given.out / "meta.json", {"model": opened.name, "passes": given.passes, "score": SCORE})
     result = {"model": opened.name, **about, "passes": given.passes, "shots": given.shots, "splits": {}}
     for split, (scores, errors) in measured.items():
@@ -189,23 +173,22 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="a hub id, a local folder, a run folder, or demo")
-    parser.add_argument("--router", help="a run folder, or a folder of vmoer.save, to attach to the model")
-    parser.add_argument("--task", default="sciq")
-    parser.add_argument(
-        "--data-root", type=Path, help="read DIR/<task>/<split>.jsonl in place of the hub (or VMOER_DATA)"
-    )
-    parser.add_argument("--limit", type=int, help="at most this many questions of each split")
-    parser.add_argument("--shots", type=int, default=0, help="answered examples from train in the prompt")
-    parser.add_argument("--instruction", default=INSTRUCTION)
-    parser.add_argument("--passes", type=int, default=8, help="routing samples of the finished text; 0 for none")
-    parser.add_argument("--max-new-tokens", type=int, default=16)
-    parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--draws", type=int, default=1000, help="of the bootstrap")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device")
-    parser.add_argument("--dtype")
-    parser.add_argument("--out", type=Path, required=True)
+    add = parser.add_argument
+    add("model", help="a hub id, a local folder, a run folder, or demo")
+    add("--router", help="a run folder, or a folder of vmoer.save, to attach to the model")
+    add("--task", default="sciq")
+    add("--data-root", type=Path, help="read DIR/<task>/<split>.jsonl in place of the hub (or VMOER_DATA)")
+    add("--limit", type=int, help="at most this many questions of each split")
+    add("--shots", type=int, default=0, help="answered examples from train in the prompt")
+    add("--instruction", default=INSTRUCTION)
+    add("--passes", type=int, default=8, help="routing samples of the finished text; 0 for none")
+    add("--max-new-tokens", type=int, default=16)
+    add("--batch-size", type=int, default=64)
+    add("--draws", type=int, default=1000, help="of the bootstrap")
+    add("--seed", type=int, default=0)
+    add("--device")
+    add("--dtype")
+    add("--out", type=Path, required=True)
     given = parser.parse_args(arguments)
     quiet()
     try:

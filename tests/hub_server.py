@@ -130,14 +130,14 @@ class Handler(BaseHTTPRequestHandler):
                 self.answer(200, {})
         elif match := re.fullmatch(r"/api/models/([^/]+/[^/]+)/commit/(.+)", path):
             repo, branch = match.groups()
-            files = dict(self.hub.files(repo, branch))
+            contents = dict(self.hub.files(repo, branch))
             for line in body.splitlines():
                 entry = json.loads(line)
                 if entry["key"] == "file":
-                    files[entry["value"]["path"]] = base64.b64decode(entry["value"]["content"])
+                    contents[entry["value"]["path"]] = base64.b64decode(entry["value"]["content"])
                 elif entry["key"] == "deletedFile":
-                    del files[entry["value"]["path"]]
-            sha = self.hub.commit(repo, branch, files)
+                    del contents[entry["value"]["path"]]
+            sha = self.hub.commit(repo, branch, contents)
             self.answer(200, {"commitUrl": f"{self.hub.url}/{repo}/commit/{sha}", "commitOid": sha, "success": True})
         else:
             self.answer(404)

@@ -8,11 +8,13 @@ from typing import NamedTuple
 
 import transformers
 
+sys.path.insert(0, str(Path(__file__).parent / "live"))
 sys.path.insert(0, str(Path(__file__).parent))
 import test_packed
 import tiny
 
 from vmoer import gates
+from vmoer.gates.rules import Rule
 from vmoer.gates.table import REFUSED, RULES
 
 
@@ -82,6 +84,15 @@ QUANTISED = (
         "on a CPU",
     ),
 )
+MAPPED = (
+    Case(
+        "DeepSeek-MoE-16B (`deepseek-ai/deepseek-moe-16b-base`, `-chat`) and folders of its layout (`model_type` is `deepseek`)",
+        "works by name in every command and with `open_model`, without remote code: it becomes a `Qwen2MoeForCausalLM` that "
+        "computes the same, and is saved as one. A checkpoint with a tensor too few or too many is refused",
+        "test_deepseek.test_the_logits_are_those_of_a_forward_pass_written_by_hand",
+        "a tiny checkpoint in the hub's layout; the contract with every method runs on it too",
+    ),
+)
 PACKED = (
     Case(
         "several documents in one row, `position_ids` restarting, no mask, `use_cache=False` (`DataCollatorWithFlattening`)",
@@ -120,7 +131,7 @@ def _families() -> dict[str, list[str]]:
     return found
 
 
-def _rule(rule: gates.Rule) -> str:
+def _rule(rule: Rule) -> str:
     score = rule.score if rule.score in ("softmax", "sigmoid") else "by configuration"
     parts = ["sparsemixer" if rule.mixer else score]
     parts += ["correction bias"] * (rule.bias is not None) + ["groups"] * (rule.groups is not None)
@@ -155,6 +166,7 @@ def table() -> str:
     lines += [
         f"| {', '.join(families[n])} | `{n}` | {REFUSED[n]} |" for n in sorted(REFUSED, key=lambda n: families[n][0])
     ]
+    lines += ["", "## Models that transformers has no class for", "", *_cases(MAPPED)]
     lines += ["", "## Quantised bases", "", *_cases(QUANTISED), "", "## Packed sequences", "", *_cases(PACKED)]
     mixing = [name for name in tiny.ARCHITECTURES if test_packed.mixes(name)]
     lines += [

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 from test_cli import fails
-from test_predict import save_tiny
+from tiny_letters import save_tiny
 
 import vmoer
 from vmoer.cli import run
 from vmoer.commands.ask import _bracketed, _merged
+from vmoer.files import sealed
 from vmoer.models import open_model
 
 QUESTION = "amuses Quita Rossi"
@@ -27,8 +28,8 @@ ANSI = re.compile(r"\x1b\[[0-9;]*m")
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "run"
-    vmoer.save(vmoer.attach(open_model("demo", device="cpu").model, vmoer.MeanField(layers=[2, 5])), folder)
-    (folder / "run.json").write_text(json.dumps({"model": "demo", "method": "vglr-mf", "seed": 0}))
+    model = vmoer.attach(open_model("demo", device="cpu").model, vmoer.MeanField(layers=[2, 5]))
+    vmoer.save(model, folder, run={"model": "demo", "method": "vglr-mf", "seed": 0})
     return folder
 
 
@@ -132,9 +133,9 @@ def test_it_abstains_above_a_number_and_says_why(
 
 
 def threshold_file(path: Path, **changes: Any) -> Path:
-    chosen = {"format": 1, "form": "text", "method": "vglr-mf", "signal": "max_mutual_information", "threshold": 1e-9}
+    chosen = {"format": 2, "form": "text", "method": "vglr-mf", "signal": "max_mutual_information", "threshold": 1e-9}
     chosen |= {"risk": 0.1, "confidence": 0.95, "passes": 3, "task": "demo", "model": "demo"}
-    path.write_text(json.dumps(chosen | changes))
+    path.write_text(json.dumps(sealed(chosen | changes)))
     return path
 
 
@@ -214,7 +215,7 @@ def test_bad_input_is_one_line_and_code_2(run_folder: Path, tmp_path: Path, caps
         "cannot load the model": (tmp_path / "nothing", "x"),
         "score='luck': choose one of": ("demo", "x", "--score", "luck"),
         "mark='luck': choose one of probability, gate_entropy": ("demo", "x", "--mark", "luck"),
-        "one --choice is no question": ("demo", "x", "--choice", "a"),
+        "one --choice is not enough": ("demo", "x", "--choice", "a"),
         "choose one of float32": ("demo", "x", "--dtype", "int3"),
         "was chosen on free answers": (
             *("demo", "x", "--choice", "a", "--choice", "b"),

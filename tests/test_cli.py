@@ -16,11 +16,11 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from test_predict import save_tiny, tiny_tokenizer
+from tiny_letters import save_tiny, tiny_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import vmoer
-from vmoer.cli import run
+from vmoer.cli import COMMANDS, run
 from vmoer.errors import RunError
 
 DATA = Path(os.environ.get("VMOER_DATA") or Path(__file__).parents[2] / "shared" / "data")
@@ -134,8 +134,8 @@ def test_eval_of_a_run_takes_its_method_and_seed(tiny: Path, quiz: Path, tmp_pat
     from vmoer.models import open_model
 
     run_folder = tmp_path / "run"
-    vmoer.save(vmoer.attach(open_model(tiny).model, vmoer.MeanField(layers=[1], samples=4)), run_folder)
-    (run_folder / "run.json").write_text(json.dumps({"model": str(tiny), "method": "vglr-mf", "seed": 7}))
+    model = vmoer.attach(open_model(tiny).model, vmoer.MeanField(layers=[1], samples=4))
+    vmoer.save(model, run_folder, run={"model": str(tiny), "method": "vglr-mf", "seed": 7})
     assert run(f"eval {run_folder} --task {quiz} --out {tmp_path / 'out'}".split()) == 0
     rows = pq.read_table(tmp_path / "out" / "predictions.parquet").to_pylist()
     assert {(r["method"], r["seed"]) for r in rows} == {("vglr-mf", 7)}
@@ -224,6 +224,37 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
         assert all(name in out for name in ("eval", "info", "report"))
 
 
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["-h"], []])
+def test_help_and_version_load_no_torch_and_take_no_time(arguments: list[str]) -> None:
+    """Processor time of the whole process, against that of a Python that does nothing but import typer."""
+    count = "import resource, sys; u = resource.getrusage(resource.RUSAGE_SELF); "
+    count += "print(u.ru_utime + u.ru_stime, 'torch' in sys.modules, file=sys.stderr)"
+
+    def cost(program: str) -> float:
+        program = f"import sys; sys.path[:0] = {sys.path!r}; {program}; {count}"
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+        seconds, torch = done.stderr.split()
+        assert torch == "False"
+        return float(seconds)
+
+    seconds = min(cost(f"from vmoer.cli import run; run({arguments!r})") for _ in range(3))
+    assert seconds < max(0.4, 3 * min(cost("import typer") for _ in range(3)))
+
+
+def test_every_command_has_short_help(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, (_, line) in COMMANDS.items():
+        assert run(["-h"]) == 0
+        assert f"  {name}" in (out := capsys.readouterr().out)
+        assert line in out  # at 80 columns none is wrapped or cut
+        if name == "lm-eval":  # its options are lm-eval's own
+            continue
+        assert run([name, "-h"]) == 0
+        short = capsys.readouterr().out
+        assert run([name, "--help"]) == 0
+        assert capsys.readouterr().out == short
+        assert short.startswith(f"Usage: vmoer {name} ")
+
+
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 BAD_INPUT: dict[str, tuple[str, str]] = {
@@ -233,7 +264,7 @@ BAD_INPUT: dict[str, tuple[str, str]] = {
     "missing data root": ("--task openbookqa --data-root {out}/nowhere", "no such folder; --data-root"),
     "missing file": ("--task {out}/none.jsonl", "no such file"),
     "unknown split": ("--split tset", "no split 'tset'"),
-    "unknown model": ("{out}/nothing", "cannot load the model"),
+    "unknown model": ("{out}/nothing", "no such folder"),
     "bad averaging": ("--averaging mean", "choose one of router, answer, full"),
     "no passes": ("--averaging full --passes 0", "passes=0"),
     "conflict": ("--averaging full --routing", "routing does not go with averaging='full'"),
@@ -284,7 +315,9 @@ def test_bad_data_is_one_line_and_code_2(
 
 
 def test_usage_errors_are_one_line(capsys: pytest.CaptureFixture[str], tiny: Path) -> None:
-    assert fails(capsys, "repot") == (2, "No such command 'repot'. Did you mean 'report'? (see vmoer --help)")
+    code, line = fails(capsys, "repot")
+    assert code == 2
+    assert line.startswith("unknown command 'repot'; did you mean report? (known: demo, info, ")
     assert fails(capsys, "eval", tiny)[0] == 2
     assert fails(capsys, "info", "no/such-model")[0] == 2
 
@@ -302,16 +335,51 @@ def test_failures_are_one_line_and_code_1(
     def broken(_: Any) -> None:
         raise error
 
-    monkeypatch.setattr("vmoer.commands.info._skeleton", broken)
+    monkeypatch.setattr("vmoer.commands.info.skeleton", broken)
     assert fails(capsys, "info", "x") == (code, line)
     monkeypatch.setenv("VMOER_DEBUG", "1")
     assert run(["info", "x"]) == code
     assert "Traceback" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("when", ["at work", "while it loads"])
+def test_a_signal_ends_a_command_at_once_and_leaves_nothing_half_written(
+    number: signal.Signals, when: str, tmp_path: Path
+) -> None:
+    """Oracle: the exit codes of shells, 128 + the signal; the folder; a run that nothing stopped."""
+    program = f"import sys; sys.path[:0] = {sys.path!r}; from vmoer.cli import main; print(flush=True); main()"
+    options = ["--task", "demo", "--device", "cpu", "--batch-tokens", "400", "--limit", "300", "--out"]
+    command = [sys.executable, "-c", program, "eval", "demo", *options, str(tmp_path / "cut")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.readline()  # it has begun
+        deadline = time.monotonic() + 120
+        parts = tmp_path / "cut" / ".parts"
+        while when == "at work" and not list(parts.glob("*.parquet")) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        time.sleep(0.05 if when == "at work" else 0.5)
+        process.send_signal(number)
+        sent = time.monotonic()
+        code = process.wait(timeout=60)
+        assert time.monotonic() - sent < 5
+        assert code == 128 + number
+        assert process.stderr.read().decode().count("\n") <= 1
+    left = [path for path in (tmp_path / "cut").rglob("*") if path.is_file()]
+    assert all(path.parent == parts and path.suffix == ".parquet" for path in left)
+    assert bool(left) == (when == "at work")
+    if when == "at work":
+        for name in ("cut", "whole"):
+            assert run(["eval", "demo", *options, str(tmp_path / name)]) == 0
+        for name in ("predictions.parquet", "metrics.json", "meta.json"):
+            assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
 def test_an_interrupt_is_code_130(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("vmoer.commands.info._skeleton", interrupted)
+    monkeypatch.setattr("vmoer.commands.info.skeleton", interrupted)
     assert run(["info", "x"]) == 130

@@ -15,8 +15,8 @@ from torch import Tensor
 
 import vmoer
 from vmoer import gates
-from vmoer.attach import routers_of, sampled, switched_off
-from vmoer.averaging import shares_prompts
+from vmoer.inference.averaging import shares_prompts
+from vmoer.live.attach import routers_of, sampled, switched_off
 
 METHODS = tuple(vmoer.methods())
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -62,7 +62,7 @@ def test_inference(name: str, key: str, dtype: str, sampling: str) -> None:
     frozen = logits(tiny.model(name, DTYPES[dtype]).requires_grad_(False), batch)
     model = prepare(name, key, dtype, **({} if key == "map" else {"sampling": sampling}))
 
-    with vmoer.record(model) as rec:
+    with vmoer.record(model, signals="all", kl=True) as rec:
         on = logits(model, batch)
     assert torch.isfinite(on).all()
     routers = routers_of(model)
@@ -119,7 +119,7 @@ def train_step(
     model: Any, batch: dict[str, Tensor], step: int, first_row: int = 0, rows: int | None = None, tokens: Any = None
 ):
     """Loss on the last token of each row, as a sum over `rows`, and the KL."""
-    from vmoer.averaging import last_positions
+    from vmoer.live.inputs import last_positions
 
     target = torch.arange(first_row, first_row + len(batch["input_ids"])) % 7 + 3
     with vmoer.record(model, step=step, first_row=first_row) as rec:

@@ -29,24 +29,94 @@ def test_the_readme_example_runs_as_printed(tmp_path: Path, monkeypatch: pytest.
     vmoer.load(open_model("demo").model, tmp_path / "run")
 
 
-def test_the_readme_tree_is_the_tree() -> None:
-    """Every module and package of src/vmoer stands in the README's tree, and nothing else."""
-    text = (ROOT / "README.md").read_text()
-    block = text[text.index("src/vmoer/\n") : text.index("\ntests/ ")]
-    listed = {line.split()[0].rstrip("/") for line in block.splitlines()[1:] if line.strip()}
+def test_the_printed_tree_is_the_tree() -> None:
+    """Every public module and package stands in the tree of the architecture page, and nothing else; other folders below."""
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    section = text[text.index("src/vmoer/  ") :]
+    block, _, below = section.partition("```")
+    listed = [line.split()[0] for line in block.splitlines()[1:]]
+    assert len(listed) <= 22
     package = ROOT / "src" / "vmoer"
-    there = {p.name for p in package.iterdir() if p.suffix == ".py" or (p.is_dir() and (p / "__init__.py").exists())}
-    assert listed == there
+    there = {f"{p.parent.name}/" for p in package.glob("*/__init__.py")} | {p.name for p in package.glob("[!_]*.py")}
+    assert len(listed) == len(set(listed))
+    assert set(listed) == there
+    folders = {name for name in ("tests", "docs", "examples", "benchmarks", "results") if (ROOT / name).is_dir()}
+    assert {name for name in folders if f"`{name}/`" in below} == folders
+
+
+def test_the_picture_of_the_imports_is_current() -> None:
+    picture = runpy.run_path(str(ROOT / "docs" / "picture.py"))
+    written = (ROOT / "docs" / "assets" / "ladder.svg").read_text()
+    assert written == picture["svg"](), "run `python docs/picture.py`"
+
+
+def test_an_import_becomes_an_arrow(tmp_path: Path) -> None:
+    """Oracle: a package written by hand. What two arrows say together is not said by a third."""
+    picture = runpy.run_path(str(ROOT / "docs" / "picture.py"))
+    files = {"__init__.py": "from vmoer.top import x", "low/__init__.py": "", "low/deep.py": "import os, vmoer"}
+    files |= {"middle.py": "def f():\n    from vmoer.low.deep import y", "top/__init__.py": "from . import a"}
+    files |= {"top/a.py": "from vmoer import low, middle\nfrom .b import z", "top/b.py": "from ..low import deep"}
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    found = picture["imports"](tmp_path, ["low", "middle", "top"])
+    assert found == {("middle", "low"), ("top", "low"), ("top", "middle")}
+    assert picture["implied"](found) == {("top", "low")}
 
 
 def test_every_command_of_the_readme_exists() -> None:
-    from vmoer.cli import app
+    from vmoer.cli import COMMANDS
 
-    names = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
     text = (ROOT / "README.md").read_text()
-    assert set(re.findall(r"^vmoer ([a-z-]+)", text, re.M)) == names
+    assert set(re.findall(r"^vmoer ([a-z-]+)", text, re.M)) == set(COMMANDS)
 
 
 def test_the_quickstart_runs(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(ROOT / "examples" / "quickstart.py"))
     assert "saved, detached and loaded again" in capsys.readouterr().out
+
+
+def test_what_the_page_says_of_the_papers_tables_is_what_the_numbers_say() -> None:
+    """Oracle: benchmarks/paper_tables.py, which the page names."""
+    said = runpy.run_path(str(ROOT / "benchmarks" / "paper_tables.py"))
+    page = " ".join((ROOT / "docs" / "paper.md").read_text().split())
+    found = list(said["lines"]())
+    assert sum("ECE" in line for line in found) == 5
+    assert "in 5 of the 12 MAP cells" in page
+    assert [line for line in found if "NLL" in line] == [
+        "granite arc_challenge vglr-mf: NLL 0.125 below 0.145, the least (0.144 with rounding)",
+        "granite arc_challenge vglr-fc: NLL 0.122 below 0.148, the least (0.146 with rounding)",
+    ]
+    assert all(number in page for number in (".122", ".148", ".125", ".145", "1.462"))
+    assert [line for line in found if "MCE" in line] == ["deepseek medmcqa map: MCE 1.462 above 1"]
+    five = [
+        said["printed"]()["granite", "openbookqa", m]["nll"] for m in ("mcdr", "swag", "vglr-mf", "vglr-fc", "vtsr")
+    ]
+    assert (min(five), max(five)) == (0.650, 0.667)
+
+
+def test_no_probabilities_have_less_than_the_least_nll() -> None:
+    """Oracles: without a limit on ECE right answers are sure and wrong ones a tie of two; and probabilities drawn at random."""
+    import numpy as np
+
+    from vmoer import metrics
+
+    least = runpy.run_path(str(ROOT / "benchmarks" / "paper_tables.py"))["least_nll"]
+    assert least(0.88, 1.0) == pytest.approx(0.12 * np.log(2), abs=1e-6)
+    assert least(1.0, 0.0) == pytest.approx(0, abs=1e-6)
+    rng = np.random.default_rng(0)
+    for options in (2, 4):
+        for sharpness in (0.1, 0.5, 2.0):
+            p = rng.dirichlet(np.full(options, sharpness), 3000)
+            answers = np.array([rng.choice(options, p=row) for row in p])
+            log_probs = np.log(p.clip(1e-12) / p.clip(1e-12).sum(1, keepdims=True))
+            confidence, correct = metrics.confidence(log_probs), metrics.correct_per_question(log_probs, answers)
+            bound = least(correct.mean(), metrics.ece(confidence, correct))
+            assert 0 < bound < metrics.nll(log_probs, answers), (options, sharpness)
+
+
+def test_every_file_that_the_architecture_page_names_exists() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text().partition("## The tree\n")[0]
+    named = set(re.findall(r"`([a-z_]+(?:/[a-z_]+)*(?:\.py|/))`", text))
+    assert len(named) > 25
+    assert [name for name in sorted(named) if not (ROOT / "src" / "vmoer" / name).exists()] == []

@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import DataCollatorWithFlattening
 
 import vmoer
-from vmoer.context import DOCUMENT, documents
 from vmoer.errors import InputError
+from vmoer.live.context import DOCUMENT, documents
 
 LENGTHS = (9, 1, 6, 11)
 HYBRID = ("granitemoehybrid", "jamba")  # their state-space layers run over a whole row
@@ -151,7 +151,7 @@ def test_the_trainer_takes_packed_batches(tmp_path: Any) -> None:
     """One SGD step of VMoERTrainer over a flattened batch is the step taken by hand."""
     from transformers import TrainingArguments
 
-    from vmoer.attach import routers_of
+    from vmoer.live.attach import routers_of
 
     model, rows = prepare("granitemoe", "vglr-fc", beta=0.1), texts()
     by_hand = prepare("granitemoe", "vglr-fc", beta=0.1).train()

@@ -1,17 +1,13 @@
 """examples/smolmoe: the order of its jobs, stopping and going on, packs, and the study on a small world."""
 
-import dataclasses
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-import time
-import weakref
-from concurrent.futures import Executor, Future
+import tarfile
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,18 +16,22 @@ import pyarrow.parquet as pq
 import pytest
 from train_workers import world
 
-from vmoer import metrics, scores
+from vmoer import metrics
 from vmoer.errors import InputError
+from vmoer.evaluation import scores
+from vmoer.studies import Cell, Study
+from vmoer.studies import _packing as packing
+from vmoer.studies._grid import missing
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "smolmoe"
 sys.path.insert(0, str(EXAMPLE))
 
-import jobs as listed  # noqa: E402
-import packing  # noqa: E402
+import audit  # noqa: E402
 import pooled  # noqa: E402
 import run as example  # noqa: E402
 import tempering  # noqa: E402
 import verdicts  # noqa: E402
+from cells import PARTS, questions, study_of  # noqa: E402
 
 QUICK = ["--limit", "16", "--stage1-epochs", "1", "--stage2-epochs", "1", "--passes", "2", "--workers", "1"]
 
@@ -58,172 +58,66 @@ def go(place: tuple[str, str], out: Path, *more: str) -> int:
 # -- the list ----------------------------------------------------------------------------------------------------------
 
 
+def listed(place: tuple[str, str], out: Path, *more: str) -> list[Cell]:
+    start = ["--model", place[0], "--data-root", place[1], "--out", str(out), "--limit", "16"]
+    return example.wanted(example.parser().parse_args([*start, *more]))
+
+
 def test_the_list_is_in_order_and_complete(place: tuple[str, str], tmp_path: Path) -> None:
-    """Oracle: what the issue asks for, written out; every need is a job that comes before."""
-    settings = listed.Settings(model=place[0], out=tmp_path, seeds=(0, 1), data_root=place[1], limit=16)
-    found = listed.jobs(settings)
-    names = [job.name for job in found]
+    """Oracle: what the study is to compute, written out; what a cell needs comes before it."""
+    found = missing(listed(place, tmp_path, "--seeds", "0,1"), tmp_path)
+    names = [cell.title for cell in found]
     assert len(set(names)) == len(names)
-    assert [tier for i, tier in enumerate(job.tier for job in found) if i == 0 or found[i - 1].tier != tier] == [
-        *("main", "paper", "tasks", "factors", "layers", "paper-tasks")
-    ]
-    for i, job in enumerate(found):
-        assert set(job.needs) <= set(names[:i]), job.name
-    methods = (
-        "temp-scale",
-        "mcdr",
-        "swag",
-        "vglr-mf",
-        "vglr-fc",
-        "vglr-lr",
-        "vtsr",
-        "laplace",
-        "mean-only",
-        "fixed-noise",
-        "tuned-noise",
-    )
+    parts = [cell.key["part"] for cell in found]
+    assert list(dict.fromkeys(parts)) == ["main", "paper", "tasks", "factors", "layers", "paper-tasks"]
+    files = [cell.leaves for cell in found]
+    for i, cell in enumerate(found):
+        assert {need.leaves for need in cell.needs} <= set(files[:i]), cell.title
+    methods = ("temp-scale", "mcdr", "swag", "vglr-mf", "vglr-fc", "vglr-lr", "vtsr", "laplace")
+    methods += ("mean-only", "fixed-noise", "tuned-noise")
     for task in ("openbookqa", "arc_challenge", "sciq", "medmcqa"):
         for label in ("map", "map-early", *methods, "vglr-fc@paper", "vglr-mf@paper", "vtsr@paper"):
             for seed in (0, 1):
                 assert f"{task}: {label}, seed {seed}" in names
-    fc = next(job for job in found if job.name == "openbookqa: vglr-fc, seed 0")
+    fc = next(cell for cell in found if cell.title == "openbookqa: vglr-fc, seed 0")
     assert {path.parent.name for path in fc.leaves[:3]} == {"vglr-fc-s0", "vglr-fc+answer-s0", "vglr-fc+full-s0"}
     assert fc.leaves[3].name.startswith("stability-")
-    assert [job.name for job in found[:3]] == [
+    assert names[:4] == [
         "openbookqa: stage 1, seed 0",
         "openbookqa: map, seed 0",
         "openbookqa: stage 1, seed 1",
+        "openbookqa: map, seed 1",
     ]
-    questions = listed.questions(settings.study("openbookqa"), validation=False)
-    assert {q.task for q in questions} == {"openbookqa", "arc_easy", "arc_challenge", "medmcqa", "mmlu_law"}
-    # 16 questions in one batch for 10 epochs, but 1 - 0.2 of them belong to stage 1
-    assert next(job for job in found if job.name == "openbookqa: vtsr, seed 0").steps == 10
-    assert next(job for job in found if job.name == "openbookqa: vtsr@paper, seed 0").steps == 10
+    study = study_of(Study(place[0], "", tmp_path, data_root=place[1], limit=16), "openbookqa")
+    assert {q.task for q in questions(study, validation=False)} == {
+        *("openbookqa", "arc_easy", "arc_challenge", "medmcqa", "mmlu_law")
+    }
+    gb = {cell.title: cell.gb for cell in found}
+    assert gb["openbookqa: laplace, seed 0"] < gb["openbookqa: vtsr, seed 0"] < gb["openbookqa: stage 1, seed 0"]
+
+
+def test_cells_have_the_names_that_were_timed(place: tuple[str, str], tmp_path: Path) -> None:
+    """Oracle: what the runs of results/smolmoe were called, by which the time of a cell is guessed."""
+    found = {cell.kind for cell in missing(listed(place, tmp_path), tmp_path)}
+    timed = {kind for kind in example.times(tmp_path) if ", layers: " not in kind}  # the model there has more layers
+    assert len(timed) > 90
+    assert timed <= found
 
 
 def test_a_part_may_take_fewer_seeds(
     place: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = listed.Settings(
-        model=place[0], out=tmp_path, seeds=(0, 1, 2), data_root=place[1], limit=16, seeds_of={"tasks": 1, "factors": 2}
-    )
-    seeds = {tier: {job.name[-1] for job in listed.jobs(settings) if job.tier == tier} for tier in listed.TIERS}
-    assert seeds["tasks"] == {"0"}
-    assert seeds["factors"] == {"0", "1"}
-    assert seeds["main"] == seeds["layers"] == {"0", "1", "2"}
-    some = dataclasses.replace(settings, factors=("beta",))
-    levels = {job.name.split(", ")[1].partition(":")[0] for job in listed.jobs(some) if "factors" in job.name}
-    assert levels == {"map", "default", "beta"}
+    few = ("--seeds", "0,1,2", "--seeds-of", "tasks=1", "layers=3")
+    found = missing(listed(place, tmp_path, *few), tmp_path)
+    seeds = {part: {cell.key["seed"] for cell in found if cell.key["part"] == part} for part in PARTS}
+    assert seeds["tasks"] == {0}
+    assert seeds["factors"] == {0, 1}
+    assert seeds["main"] == seeds["layers"] == {0, 1, 2}
+    some = [cell.key["method"] for cell in listed(place, tmp_path, "--only", "factors", "--factors", "beta")]
+    assert {method.removeprefix("factors, ").partition(":")[0] for method in some} == {"map", "default", "beta"}
     with pytest.raises(SystemExit):
         go(place, tmp_path, "--seeds-of", "everything=2")
     assert "write PART=N" in capsys.readouterr().err
-
-
-def job(tmp_path: Path, name: str, needs: tuple[str, ...] = (), kind: str = "", fail: bool = False) -> Any:
-    def work() -> None:
-        if fail:
-            raise ValueError("no\nway")
-        time.sleep(0.05)
-        (tmp_path / name).touch()
-
-    return listed.Job("main", name, kind or name, work, (tmp_path / name,), needs)
-
-
-def test_a_failed_job_holds_back_what_needs_it_and_no_more(tmp_path: Path) -> None:
-    wanted = [job(tmp_path, "a", fail=True), job(tmp_path, "b", ("a",)), job(tmp_path, "c")]
-    assert example.execute(wanted, 1, None, tmp_path) == {"a": "no"}
-    assert [one.done for one in wanted] == [False, False, True]
-    timed = [json.loads(line) for line in (tmp_path / "timing.jsonl").read_text().splitlines()]
-    assert [(row["job"], row["failed"]) for row in timed] == [("a", "no"), ("c", None)]
-
-
-def test_jobs_share_the_memory_and_one_that_got_too_little_gets_twice_as_much(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Never more than there is at one time, and what does not fit the whole of it fails."""
-    order: list[str] = []
-    shares: list[float] = []
-
-    class Side(Executor):
-        """What is started last runs and ends first, when it is waited for."""
-
-        def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Any:
-            future: Future[Any] = Future()
-            waiting.append((future, fn, args))
-            assert sum(share for _, _, (_, share) in waiting) <= 1.0
-            return future
-
-    waiting: list[tuple[Future[Any], Any, Any]] = []
-
-    def wait(futures: Any, return_when: str) -> Any:
-        future, fn, args = waiting.pop()
-        shares.append(args[1])
-        future.set_result(fn(*args))
-        return SimpleNamespace(done=[future])
-
-    def work(name: str, gb: float, needed: float) -> Any:
-        def go() -> None:
-            order.append(name)
-            if shares[-1] * 100 < needed:
-                raise RuntimeError(f"{'CUDA ' * (name == 'e')}out of memory. Tried to allocate 2 GiB")
-            (tmp_path / name).touch()
-
-        return listed.Job("main", name, name, go, (tmp_path / name,), gb=gb)
-
-    monkeypatch.setattr(example, "_pool", lambda workers: Side())
-    monkeypatch.setattr(example, "wait", wait)
-    monkeypatch.setattr(example, "_memory", lambda: 100.0)
-    wanted = [work("a", 30, 30), work("b", 30, 50), work("c", 30, 30), work("d", 30, 30)]
-    assert example.execute(wanted, 3, None, tmp_path) == {}
-    assert order == ["c", "d", "b", "b", "a"]  # b failed with 30, and went on with 60 beside a
-    assert all(one.done for one in wanted)
-    assert "b: 30 GB were not enough" in capsys.readouterr().out
-    order.clear()
-    assert example.execute([work("e", 30, 200)], 2, None, tmp_path) == {
-        "e": "CUDA out of memory. Tried to allocate 2 GiB"
-    }
-    assert shares[-3:] == [0.3, 0.6, 1.0]
-    assert example.execute([work("f", 30, 200)], 1, None, tmp_path).keys() == {"f"}
-    assert shares[-2:] == [1.0, 1.0]  # alone it has everything at once, and is not tried again
-
-
-def test_what_a_failed_job_held_is_given_back() -> None:
-    """Oracle: an object that only the failed frame and a cycle through it know of."""
-
-    class Held:
-        pass
-
-    kept: list[Any] = []
-
-    def work() -> None:
-        held = Held()
-        held.itself = held  # type: ignore[attr-defined]
-        kept.append(weakref.ref(held))
-        raise ValueError("no")
-
-    assert example.attempt(work) == ("no", None)
-    assert kept[0]() is None
-
-
-def test_nothing_is_started_that_would_not_end_in_time(tmp_path: Path) -> None:
-    """The first of a kind shows how long it takes; with less time left than that no other is started."""
-    wanted = [job(tmp_path, name, kind="same") for name in ("a", "b", "c")]
-    example.execute(wanted, 1, time.monotonic() + 0.12, tmp_path)
-    assert wanted[0].done
-    assert not wanted[2].done
-    example.execute(wanted, 1, time.monotonic() - 1, tmp_path)
-    assert not wanted[2].done
-
-
-def test_stage_1_is_made_only_for_what_is_missing(tmp_path: Path) -> None:
-    first = job(tmp_path, "first", kind="stage 1 x")
-    wanted = [first, job(tmp_path, "b", ("first",))]
-    (tmp_path / "b").touch()
-    assert example.execute(wanted, 1, None, tmp_path) == {}
-    assert not first.done
-    (tmp_path / "b").unlink()
-    example.execute(wanted, 1, None, tmp_path)
-    assert first.done
 
 
 def test_a_pack_made_meanwhile_speaks_of_nothing_that_it_does_not_hold(tmp_path: Path) -> None:
@@ -236,6 +130,17 @@ def test_a_pack_made_meanwhile_speaks_of_nothing_that_it_does_not_hold(tmp_path:
     packing.pack(tmp_path / "a", tmp_path / "pack")
     assert packing.unpack(tmp_path / "pack", tmp_path / "b") == 1
     assert [path.parent.name for path in (tmp_path / "b").rglob("meta.json")] == ["whole-s0"]
+
+
+@pytest.mark.parametrize("folder", ["../../map-s0", "/tmp/map-s0"])
+def test_a_pack_writes_nowhere_else(folder: str, tmp_path: Path) -> None:
+    task = tmp_path / "results" / "t"
+    task.mkdir(parents=True)
+    pq.write_table(pa.table({"folder": [folder], "id": ["q"], "log_probs": [[-1.0]]}), task / "predictions.parquet")
+    (task / "files.json").write_text(json.dumps({f"{folder}/meta.json": {}}))
+    with pytest.raises(InputError, match="it would write to"):
+        packing.unpack(tmp_path / "results", tmp_path / "out" / "here")
+    assert not list(tmp_path.rglob("map-s0"))
 
 
 def test_two_runs_of_one_seed_are_not_mixed(tmp_path: Path) -> None:
@@ -423,12 +328,12 @@ def world_of_answers(results: Path, worse: float = 0.0) -> Path:
 
 def test_the_time_of_a_seed_is_its_share_of_the_gpu() -> None:
     """Oracle: by hand. Two runs; of the first minute of each half belongs to a job that is not of the main table."""
-    stage1, other = ("factors", f"stage 1 {verdicts.SOURCE}"), ("tasks", "map sciq")
-    told = [(0, 60, *stage1, 0), (0, 120, *other, 0), (120, 60, "main", "map openbookqa", 0)]
-    told += [(0, 60, "main", "map openbookqa", 1), (0, 60, *other, 1), (60, 30, *stage1, 7)]
+    stage1, other = ("factors", f"{verdicts.SOURCE}: stage 1"), ("tasks", "sciq: map")
+    told = [(0, 60, *stage1, 0), (0, 120, *other, 0), (120, 60, "main", "openbookqa: map", 0)]
+    told += [(0, 60, "main", "openbookqa: map", 1), (0, 60, *other, 1), (60, 30, *stage1, 7)]
     rows = [
-        {"start": float(start), "seconds": float(seconds), "tier": tier, "kind": kind, "job": f"x, seed {seed}"}
-        for start, seconds, tier, kind, seed in told
+        {"start": float(start), "seconds": float(seconds), "tier": tier, "job": f"{job}, seed {seed}"}
+        for start, seconds, tier, job, seed in told
     ]
     assert verdicts.gpu_minutes(rows) == pytest.approx({0: 1.5, 1: 0.5})
     assert verdicts.gpu_minutes([]) == {}
@@ -468,17 +373,18 @@ def test_stop_pack_go_on_elsewhere_and_report(
     labels = ["--only", "main", "--labels", "map", "vglr-fc"]
     assert go(place, tmp_path / "a", *labels, "--minutes", "0") == 0
     said = capsys.readouterr().out
-    assert "missing: 4 of 4 jobs" in said
+    assert "missing: 3 of 3 cells" in said
     assert "main: openbookqa: vglr-fc, seed 0" in said
 
     pack = tmp_path / "one.tar.xz"
     assert go(place, tmp_path / "a", *labels, "--pack", str(pack)) == 0
-    assert "missing: 0 of 4 jobs" in capsys.readouterr().out
+    assert "missing: 0 of 3 cells" in capsys.readouterr().out
     here = tmp_path / "a" / "openbookqa"
     assert not (here / "runs" / "vglr-fc-s0").exists()  # nothing needs it any more
     assert json.loads((here / "records" / "vglr-fc-s0.json").read_text())["method"] == "vglr-fc"
     assert pack.stat().st_size < 60_000
-    assert not any(name.endswith("safetensors") for name in packing.tarfile.open(pack).getnames())
+    with tarfile.open(pack) as packed:
+        assert not any(name.endswith("safetensors") for name in packed.getnames())
 
     labels.append("mean-only")
     there = tmp_path / "b" / "openbookqa"
@@ -548,7 +454,7 @@ def test_processes_share_the_work(place: tuple[str, str], tmp_path: Path, capsys
         "main",
     ]
     first = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "missing: 0 of 8 jobs" in first.stdout, first.stdout + first.stderr
+    assert "missing: 0 of 6 cells" in first.stdout, first.stdout + first.stderr
     for seed in (0, 1):
         for label in ("map", "mean-only"):
             assert (tmp_path / "openbookqa" / f"{label}-s{seed}" / "meta.json").exists()
@@ -569,7 +475,7 @@ def test_one_command_from_the_model_to_the_verdicts(place: tuple[str, str], tmp_
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     results = tmp_path / "out" / "study" / "results"
-    assert "missing: 0 of 13 jobs" in done.stdout
+    assert "missing: 0 of 9 cells" in done.stdout
     assert (results / "report" / "index.html").is_file()
     rows = json.loads((results / "metrics.json").read_text())
     own = {
@@ -609,3 +515,67 @@ def test_a_number_of_a_table_is_written_without_its_leading_zero() -> None:
     assert written == [".579", "-.010", "1.525", "10.250", ".000"]
     assert table.interval({"value": 0.026, "low": -0.0081, "high": 1.0621}) == "+.026 [-.008, +1.062]"
     assert table.interval(None) == ""
+
+
+# -- the audit -----------------------------------------------------------------------------------------------------------
+
+
+def page_rows(command: str) -> list[str]:
+    """The lines of the tables that docs/audit.md says the command printed."""
+    text = (Path(__file__).parents[1] / "docs" / "audit.md").read_text()
+    tables = re.findall(rf"<!-- printed by {re.escape(command)} -->\n+((?:\|.*\n)+)", text)
+    return [line for table in tables for line in table.splitlines()]
+
+
+@pytest.mark.slow
+def test_the_tables_of_the_audit_are_what_its_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: the predictions in the repository, by the command that the page names."""
+    results = Path(__file__).parents[1] / "results" / "smolmoe"
+    assert audit.main([str(results)]) == 0
+    printed = [line for line in capsys.readouterr().out.splitlines() if line]
+    told = page_rows("python examples/smolmoe/audit.py results/smolmoe")
+    assert len(told) == 31
+    assert [line for line in told if line not in printed] == []
+    assert audit.main([str(results / "nowhere")]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("VMOER_DATA" not in os.environ, reason="needs the questions: VMOER_DATA")
+def test_the_table_of_unseen_words_is_what_its_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    results = Path(__file__).parents[1] / "results" / "smolmoe"
+    assert audit.main([str(results), "--data-root", os.environ["VMOER_DATA"]]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    told = page_rows("python examples/smolmoe/audit.py results/smolmoe --data-root DATA")
+    assert len(told) == 6
+    assert [line for line in told if line not in printed] == []
+
+
+def test_adjusted_p_values() -> None:
+    """Oracles: Holm's steps by hand; of one estimate, and of copies of it, the largest of all is no more than itself."""
+    from scipy.stats import norm
+
+    from vmoer.metrics.estimates import Estimate
+
+    draws = np.random.default_rng(0).normal(size=(3, 20000))
+    draws = (draws - draws.mean(1, keepdims=True)) / draws.std(1, keepdims=True)
+    values = np.array([1.0, -3.0, 2.5])
+    alone, holm, largest = audit.adjusted([Estimate(v, v + d) for v, d in zip(values, draws, strict=True)])
+    one, three, two = alone
+    assert alone == pytest.approx(2 * norm.sf(np.abs(values)))
+    assert holm == pytest.approx([max(3 * three, 2 * two, one), 3 * three, max(3 * three, 2 * two)])
+    assert largest == pytest.approx(1 - (1 - alone) ** 3, abs=0.01)  # the three are independent
+    _, _, copies = audit.adjusted([Estimate(2.0, 2 + draws[0])] * 5)
+    assert copies == pytest.approx(2 * norm.sf(2), abs=0.005)
+
+
+def test_letters_that_a_model_likes_too_much_are_found() -> None:
+    """Oracle: answers drawn from known probabilities, which were then sharpened and shifted towards a letter."""
+    rng = np.random.default_rng(1)
+    true = rng.dirichlet(np.ones(4), 4000)
+    answers = np.array([rng.choice(4, p=p) for p in true])
+    bias = np.array([0.9, 0, 0, 0])
+    told = audit.scaled(np.log(true), np.append(2.0, bias))
+    inverse, *found = audit.fit_letters(told, answers)
+    assert inverse == pytest.approx(0.5, abs=0.05)
+    assert np.array(found) - np.mean(found) == pytest.approx(-(bias - bias.mean()) / 2, abs=0.1)

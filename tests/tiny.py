@@ -7,6 +7,9 @@ from typing import Any
 import torch
 import transformers as tf
 
+from vmoer import deepseek
+from vmoer.bench.geometries import Geometry
+
 VOCAB = 61
 _COMMON: dict[str, Any] = dict(
     vocab_size=VOCAB,
@@ -87,9 +90,50 @@ _CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             no_rope_layers=[1, 0],
         ),
     ),
-    "deepseek_v1": ("DeepseekOcr2Text", dict()),
 }
-ARCHITECTURES = tuple(_CONFIGS)
+ARCHITECTURES = (*_CONFIGS, "deepseek_v1")
+
+# config.json of deepseek-ai/deepseek-moe-16b-base with small numbers
+DEEPSEEK_V1: dict[str, Any] = {
+    "architectures": ["DeepseekForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "auto_map": {
+        "AutoConfig": "configuration_deepseek.DeepseekConfig",
+        "AutoModel": "modeling_deepseek.DeepseekModel",
+        "AutoModelForCausalLM": "modeling_deepseek.DeepseekForCausalLM",
+    },
+    "aux_loss_alpha": 0.001,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "first_k_dense_replace": 1,
+    "hidden_act": "silu",
+    "hidden_size": 32,
+    "initializer_range": 0.02,
+    "intermediate_size": 40,
+    "max_position_embeddings": 4096,
+    "model_type": "deepseek",
+    "moe_intermediate_size": 16,
+    "moe_layer_freq": 1,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "norm_topk_prob": False,
+    "num_attention_heads": 4,
+    "num_experts_per_tok": 3,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 10000,
+    "scoring_func": "softmax",
+    "seq_aux": True,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.36.0",
+    "use_cache": True,
+    "vocab_size": VOCAB,
+}
 
 
 def config(name: str, **changes: Any) -> Any:
@@ -98,57 +142,57 @@ def config(name: str, **changes: Any) -> Any:
 
 
 def _build(name: str, **changes: Any) -> Any:
+    if name == "deepseek_v1":  # as users open it
+        found = DEEPSEEK_V1 | changes
+        return deepseek.build(deepseek.configuration(found), deepseek_tensors(found), torch.float32)
     family, _ = _CONFIGS[name]
-    if name == "deepseek_v1":
-        return _deepseek_v1(**changes)
     cls = {"llama4": "Llama4ForCausalLM"}.get(name, f"{family}ForCausalLM")
     return getattr(tf, cls)(config(name, **changes))
 
 
-def _deepseek_v1(**changes: Any) -> Any:
-    """DeepSeek-MoE-16B's layout: multi-head attention, a dense first layer, softmax routing without groups."""
-    from transformers.modeling_outputs import CausalLMOutputWithPast
-    from transformers.models.deepseek_ocr2 import modeling_deepseek_ocr2 as m
+def deepseek_tensors(config: dict[str, Any], seed: int = 1) -> dict[str, torch.Tensor]:
+    """Random weights by the names that a checkpoint of DeepSeek-MoE-16B has."""
+    generator = torch.Generator().manual_seed(seed)
+    width, vocabulary = config["hidden_size"], config["vocab_size"]
+    values = width // config["num_attention_heads"] * config["num_key_value_heads"]
+    found = {}
 
-    class DeepseekV1ForCausalLM(m.DeepseekOcr2TextPreTrainedModel, tf.GenerationMixin):
-        config_class = m.DeepseekOcr2TextConfig
+    def matrix(name: str, rows: int, columns: int, size: float | None = None) -> None:
+        found[f"{name}.weight"] = torch.randn(rows, columns, generator=generator) * (size or columns**-0.5)
 
-        def __init__(self, config: Any) -> None:
-            super().__init__(config)
-            self.model = m.DeepseekOcr2TextModel(config)
-            self.lm_head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-            self.post_init()
+    def norm(name: str) -> None:
+        found[f"{name}.weight"] = 1 + 0.2 * torch.randn(width, generator=generator)
 
-        def forward(self, input_ids=None, labels=None, logits_to_keep=0, **kwargs):  # type: ignore[no-untyped-def]
-            kwargs.pop("output_router_logits", None)
-            out = self.model(input_ids=input_ids, **kwargs)
-            kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-            logits = self.lm_head(out.last_hidden_state[:, kept])
-            loss = self.loss_function(logits, labels, VOCAB) if labels is not None else None
-            return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=out.past_key_values)
+    def network(name: str, hidden: int) -> None:
+        matrix(f"{name}.gate_proj", hidden, width)
+        matrix(f"{name}.up_proj", hidden, width)
+        matrix(f"{name}.down_proj", width, hidden)
 
-    globals()["DeepseekV1ForCausalLM"] = DeepseekV1ForCausalLM
-    DeepseekV1ForCausalLM.__module__, DeepseekV1ForCausalLM.__qualname__ = __name__, "DeepseekV1ForCausalLM"
-    settings = _COMMON | dict(
-        num_hidden_layers=3,
-        mlp_layer_types=["dense", "sparse", "sparse"],
-        n_routed_experts=8,
-        num_experts_per_tok=2,
-        moe_intermediate_size=16,
-        n_shared_experts=1,
-        topk_method="greedy",
-        routed_scaling_factor=1.0,
-        num_key_value_heads=4,
-        n_group=None,
-        topk_group=None,
-    )
-    return DeepseekV1ForCausalLM(m.DeepseekOcr2TextConfig(**(settings | changes)))
+    matrix("model.embed_tokens", vocabulary, width, 0.7)
+    for i in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{i}"
+        norm(f"{layer}.input_layernorm")
+        norm(f"{layer}.post_attention_layernorm")
+        for part, rows in (("q", width), ("k", values), ("v", values), ("o", width)):
+            matrix(f"{layer}.self_attn.{part}_proj", rows, width)
+        if i < config["first_k_dense_replace"] or i % config["moe_layer_freq"]:
+            network(f"{layer}.mlp", config["intermediate_size"])
+            continue
+        matrix(f"{layer}.mlp.gate", config["n_routed_experts"], width)
+        network(f"{layer}.mlp.shared_experts", config["n_shared_experts"] * config["moe_intermediate_size"])
+        for j in range(config["n_routed_experts"]):
+            network(f"{layer}.mlp.experts.{j}", config["moe_intermediate_size"])
+    norm("model.norm")
+    matrix("lm_head", vocabulary, width)
+    return found
 
 
 @functools.cache
 def _cached(name: str, changes: tuple[tuple[str, Any], ...]) -> Any:
     torch.manual_seed(0)
     model = _build(name, **dict(changes)).eval()
+    if name == "deepseek_v1":
+        return model
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for key, p in model.named_parameters():
@@ -175,3 +219,19 @@ def batch(lengths: tuple[int, ...] = (9, 6, 11), side: str = "right", seed: int 
         place = slice(0, len(row)) if side == "right" else slice(width - len(row), width)
         ids[i, place], mask[i, place] = row, 1
     return {"input_ids": ids, "attention_mask": mask}
+
+
+# what `vmoer bench` measures in tests
+GEOMETRY = Geometry(
+    "granitemoe",
+    {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+)

@@ -36,8 +36,8 @@ def main() -> None:
     transformers.logging.disable_progress_bar()
     spread = spread_experts(processes.num_processes) if processes.num_processes > 1 else None
     load = transformers.AutoModelForCausalLM.from_pretrained
-    model = load(asked.model, dtype=asked.dtype, distributed_config=spread).eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(asked.model, padding_side="left")
+    model = load(asked.model, dtype=asked.dtype, distributed_config=spread, trust_remote_code=False).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(asked.model, padding_side="left", trust_remote_code=False)
     vmoer.load(model, asked.router or asked.model)
 
     batch = tokenizer(asked.prompts, return_tensors="pt", padding=True).to(processes.device)

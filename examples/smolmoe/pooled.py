@@ -14,21 +14,23 @@ from pathlib import Path
 import numpy as np
 from table import interval
 
-from vmoer import predictions
 from vmoer.errors import InputError
-from vmoer.metrics import batched
-from vmoer.metrics.batched import Estimate
+from vmoer.evaluation import temperatures
+from vmoer.evaluation.predictions import Answered
+from vmoer.metrics import estimates
+from vmoer.metrics.estimates import Estimate
 from vmoer.metrics.resampling import percentiles
+from vmoer.report.tables import grid
 
 DRAWS = 2000
-Cells = dict[str, dict[int, predictions.Cell]]
+Cells = dict[str, dict[int, Answered]]
 """Of one set of questions: by label and seed."""
 
 
 def read(results: Path, shifts: bool) -> dict[tuple[str, str], Cells]:
     """By source and task."""
     out: dict[tuple[str, str], Cells] = {}
-    for group in predictions.load(results):
+    for group in temperatures.load(results):
         for key, cell in group.cells.items():
             if group.scores(key) and (key.task != group.source_task) == shifts:
                 labels = out.setdefault((group.source_task, key.task), {})
@@ -42,12 +44,12 @@ def difference(label: str, other: str, cells: Cells, number: int, source: str) -
     by_seed = [_nll(ours[seed], number) - _nll(theirs[seed], number) for seed in sorted(ours.keys() & theirs.keys())]
     if not by_seed or len({cell.ids for cell in (*ours.values(), *theirs.values())}) > 1:
         raise InputError(f"{label} and {other} have not answered the same questions of every set")
-    return batched.over_seeds(by_seed, int.from_bytes(source.encode(), "big"))
+    return estimates.over_seeds(by_seed, int.from_bytes(source.encode(), "big"))
 
 
-def _nll(cell: predictions.Cell, number: int) -> Estimate:
+def _nll(cell: Answered, number: int) -> Estimate:
     losses = -cell.log_probs[np.arange(len(cell.answers)), cell.answers]
-    counts = batched.multiplicities((len(losses),), DRAWS, number)
+    counts = estimates.multiplicities((len(losses),), DRAWS, number)
     return Estimate(float(losses.mean()), counts @ losses / len(losses))
 
 
@@ -63,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
         if not sets:
             raise InputError(f"{given.results} has no such sets")
         heads = [f"NLL - {given.against}", *(task for _, task in sets), "all"]
-        lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+        body = []
         for label in given.labels:
             found = [
                 difference(label, given.against, cells, number, source)
@@ -71,11 +73,11 @@ def main(arguments: list[str] | None = None) -> int:
             ]
             found.append(Estimate(float(np.mean([e.value for e in found])), np.mean([e.draws for e in found], 0)))
             cells = [dict(zip(("value", "low", "high"), percentiles(*e, 0.95), strict=True)) for e in found]
-            lines.append(f"| {' | '.join([label, *map(interval, cells)])} |")
+            body.append([label, *map(interval, cells)])
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print("\n".join(lines))
+    print("\n".join(grid(heads, body)))
     return 0
 
 

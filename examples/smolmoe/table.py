@@ -7,9 +7,11 @@ to map+ts with their intervals, and for a task with shifts the NLL on each.
 """
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
+
+from vmoer.files import read_rows
+from vmoer.report.tables import grid
 
 LABELS = """
 map map+ts map-early mean-only mean-only+ts fixed-noise fixed-noise+full tuned-noise tuned-noise+full tuned-noise+full+ts
@@ -24,7 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("results", type=Path)
     parser.add_argument("tasks", nargs="*", metavar="TASK", help="all, if none is given")
     given = parser.parse_args(arguments)
-    rows = json.loads((given.results / "metrics.json").read_text())
+    rows = read_rows(given.results / "metrics.json")
     found = {key(row): row for row in rows if row["study"] is None and row["split"] == "test" and row["seed"] is None}
     for task in given.tasks or sorted({source for source, *_ in found}):
         print("\n".join(table(found, task)) + "\n")
@@ -38,15 +40,15 @@ def key(row: dict[str, Any]) -> tuple[str, str, str, str]:
 def table(found: dict[tuple[str, str, str, str], dict[str, Any]], task: str) -> list[str]:
     shifts = sorted({to for source, to, *_ in found if source == task != to})
     heads = [task, "accuracy", "NLL", "debiased ECE", "NLL - map", "NLL - map+ts", *shifts]
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    body = []
     for label in LABELS:
         if (task, task, label, "nll") not in found:
             continue
         own = [short(found[task, task, label, name]["value"]) for name in ("accuracy", "nll", "debiased_ece")]
         own += [interval(found.get((task, task, label, f"nll_minus_{other}"))) for other in ("map", "map_ts")]
         own += [short(found[task, shift, label, "nll"]["value"]) for shift in shifts]
-        lines.append(f"| {' | '.join([label, *own])} |")
-    return lines
+        body.append([label, *own])
+    return grid(heads, body)
 
 
 def short(value: float, signed: bool = False) -> str:

@@ -28,9 +28,10 @@ from scipy.optimize import minimize
 from scipy.special import log_softmax
 
 from vmoer import metrics
-from vmoer.predictions import SIGNALS, entropy
+from vmoer.evaluation.predictions import SIGNALS, entropy
 
 Fitted = tuple[float, float, float, float, float]
+KINDS = ("as it is", "home", "home, s", "pooled", "pooled, s")
 
 
 class Answers(NamedTuple):
@@ -58,10 +59,6 @@ def apply(log_probs: np.ndarray, signal: np.ndarray, fitted: Fitted) -> np.ndarr
     return np.asarray(log_softmax(log_probs / own[:, None], 1))
 
 
-def padded(table: pa.Table) -> np.ndarray:
-    return metrics.pad(table["log_probs"].to_pylist())
-
-
 def pooled(sets: list[Answers]) -> Answers:
     """Every set drawn to the size of the largest, so that each counts alike."""
     rng, size = np.random.default_rng(0), max(len(one.answers) for one in sets)
@@ -73,13 +70,10 @@ def compared(
     home: Answers, sets: dict[str, Answers], source: str = ""
 ) -> Iterator[tuple[str, dict[str, np.ndarray], float]]:
     """Each set, the losses of its questions under each temperature, and the slope a that was found."""
-    shifts = {name: own for name, own in sets.items() if name != source}
     for name, own in sets.items():
+        others = [other for key, other in sets.items() if key not in (name, source)]
         found, slope = {"as it is": own.log_probs}, 0.0
-        for kind, seen in (
-            ("home", home),
-            ("pooled", pooled([home, *(other for key, other in shifts.items() if key != name)])),
-        ):
+        for kind, seen in (("home", home), ("pooled", pooled([home, *others]))):
             fitted = fit(*seen)
             found[kind] = metrics.apply_temperature(own.log_probs, metrics.fit_temperature(*seen[:2]))
             found[f"{kind}, s"], slope = apply(own.log_probs, own.signal, fitted), fitted[1]
@@ -87,21 +81,35 @@ def compared(
         yield name, {kind: -log_probs[rows, own.answers] for kind, log_probs in found.items()}, slope
 
 
-def values(table: pa.Table, name: str) -> np.ndarray:
-    if name == "predictive_entropy":  # not stored: it follows from the answers
-        return entropy(padded(table))
-    found = np.asarray(table[name].to_numpy(), dtype=np.float64)
-    return np.log(found) if name == "novelty" else found
-
-
 def read(table: pa.Table, by: str) -> tuple[str, Answers, dict[str, Answers]]:
     """Of a method and seed: the task's name, its validation answers, and those to its test questions and each shift."""
     found = {}
     for task, split in sorted({*zip(table["task"].to_pylist(), table["split"].to_pylist(), strict=True)}):
         own = table.filter(pc.and_(pc.equal(table["task"], task), pc.equal(table["split"], split)))
-        found[task, split] = Answers(padded(own), own["answer"].to_numpy(), values(own, by))
+        log_probs = metrics.pad(own["log_probs"].to_pylist())
+        # the answer's entropy is not stored: it follows from the answers
+        signal = entropy(log_probs) if by == "predictive_entropy" else own[by].to_numpy().astype(np.float64)
+        found[task, split] = Answers(log_probs, own["answer"].to_numpy(), np.log(signal) if by == "novelty" else signal)
     (task,) = (task for task, split in found if split == "validation")
     return task, found[task, "validation"], {name: own for (name, split), own in found.items() if split == "test"}
+
+
+def lines(table: pa.Table, method: str, by: str) -> Iterator[str]:
+    own = table.filter(pc.equal(table["method"], method))
+    losses: dict[str, dict[str, list[np.ndarray]]] = {}
+    slopes: dict[str, list[float]] = {}
+    for seed in sorted({*own["seed"].to_pylist()}):
+        source, home, sets = read(own.filter(pc.equal(own["seed"], seed)), by)
+        for name, by_kind, slope in compared(home, sets, source):
+            slopes.setdefault(name, []).append(slope)
+            for kind, loss in by_kind.items():
+                losses.setdefault(name, {}).setdefault(kind, []).append(loss)
+    for name, found in losses.items():
+        shown = "".join(f"{np.mean(found[kind]):11.3f}" for kind in KINDS) + f"{np.mean(slopes[name]):8.2f}"
+        for kind in ("home", "pooled"):
+            value, low, high = metrics.paired_bootstrap(np.stack(found[f"{kind}, s"]), np.stack(found[kind]))
+            shown += f"   {value:+.3f} [{low:+.3f}, {high:+.3f}]"
+        yield f"{method:18}{name:16}{shown}"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -111,7 +119,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--by", default="novelty", choices=SIGNALS)
     given = parser.parse_intermixed_args(arguments)
     path = given.folder / "predictions.parquet"
-    if not path.is_file():
+    if not path.exists():
         print(f"error: {path}: no such file", file=sys.stderr)
         return 2
     table = pq.read_table(path)
@@ -122,25 +130,10 @@ def main(arguments: list[str] | None = None) -> int:
     if wrong := [name for name in wanted if name not in known]:
         print(f"error: {wrong[0]} has no {given.by} or no validation answers in {path.parent}", file=sys.stderr)
         return 2
-    kinds = ("as it is", "home", "home, s", "pooled", "pooled, s")
-    head = f"{'':18}{'':16}{''.join(f'{kind:>11}' for kind in kinds)}{'a':>8}"
+    head = f"{'':34}{''.join(f'{kind:>11}' for kind in KINDS)}{'a':>8}"
     print(f"{head}   what {given.by} adds at home, and pooled")
     for method in wanted:
-        own = table.filter(pc.equal(table["method"], method))
-        losses: dict[str, dict[str, list[np.ndarray]]] = {}
-        slopes: dict[str, list[float]] = {}
-        for seed in sorted({*own["seed"].to_pylist()}):
-            source, home, sets = read(own.filter(pc.equal(own["seed"], seed)), given.by)
-            for name, by_kind, slope in compared(home, sets, source):
-                slopes.setdefault(name, []).append(slope)
-                for kind, loss in by_kind.items():
-                    losses.setdefault(name, {}).setdefault(kind, []).append(loss)
-        for name, found in losses.items():
-            shown = "".join(f"{np.mean(found[kind]):11.3f}" for kind in kinds) + f"{np.mean(slopes[name]):8.2f}"
-            added = [
-                metrics.paired_bootstrap(np.stack(found[f"{k}, s"]), np.stack(found[k])) for k in ("home", "pooled")
-            ]
-            print(f"{method:18}{name:16}{shown}", *(f"  {v:+.3f} [{low:+.3f}, {high:+.3f}]" for v, low, high in added))
+        print("\n".join(lines(table, method, given.by)))
     return 0
 
 

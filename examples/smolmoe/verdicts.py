@@ -3,7 +3,7 @@
 The variational method that is held to the goals is chosen on validation: the least NLL, a mean over tasks and seeds, among
 vglr-mf, vglr-fc, vglr-lr and vtsr with any averaging, as they are or with an output temperature (+ts), which is fitted on one
 half of the validation questions and scored on the other. Differences come with paired bootstrap intervals over questions and
-seeds (vmoer.scores). A line that fails is an answer too: the exit code is 0.
+seeds (vmoer.evaluation.scores). A line that fails is an answer too: the exit code is 0.
 """
 
 import json
@@ -18,14 +18,15 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from vmoer import metrics
-from vmoer.predictions import ROUTER_SIGNALS
+from vmoer.evaluation.predictions import SIGNALS
+from vmoer.evaluation.scores import Row
+from vmoer.files import read_rows, stored
 
 VARIATIONAL = ("vglr-mf", "vglr-fc", "vglr-lr", "vtsr")
 TASKS = ("openbookqa", "arc_challenge", "sciq", "medmcqa")
 SOURCE, FAR, GAMMA = "openbookqa", "medmcqa", 0.01
-ROUTING = (*ROUTER_SIGNALS, "mutual_information")
+ROUTING = tuple(name for name in SIGNALS if name != "predictive_entropy")
 
-Row = dict[str, Any]
 Line = tuple[bool | None, str, str]
 """Whether it holds (None: nothing to judge by), the claim, what was found."""
 
@@ -73,10 +74,9 @@ def candidates(results: Path) -> dict[str, float]:
             if method.partition("+")[0] not in VARIATIONAL:
                 continue
             log_probs, answers = metrics.pad(own["log_probs"].to_pylist()), own["answer"].to_numpy()
+            tempered = metrics.cross_tempered(log_probs, answers)
             found.setdefault(method, {})[task, seed] = metrics.nll(log_probs, answers)
-            found.setdefault(f"{method}+ts", {})[task, seed] = metrics.nll(
-                metrics.cross_tempered(log_probs, answers), answers
-            )
+            found.setdefault(f"{method}+ts", {})[task, seed] = metrics.nll(tempered, answers)
     complete = {name: float(np.mean([*by.values()])) for name, by in found.items() if by.keys() == wanted}
     return dict(sorted(complete.items(), key=lambda item: item[1]))
 
@@ -97,7 +97,7 @@ def model(rows: Rows) -> Line:
 
 
 def calibration(rows: Rows, label: str) -> Iterator[Line]:
-    third, likelier, tempered, said = [], [], [], []
+    third, likelier, tempered, said, against = [], [], [], [], []
     for task in TASKS:
         ours, theirs = (rows.own(task, method, "debiased_ece") for method in (label, "map"))
         accuracy, own = rows.own(task, label, "accuracy_minus_map"), rows.own(task, "map", "accuracy")
@@ -108,68 +108,45 @@ def calibration(rows: Rows, label: str) -> Iterator[Line]:
         error = (own["high"] - own["low"]) / 4  # a 95% interval is about four standard errors wide
         third.append(ours["value"] <= theirs["value"] / 3 and accuracy["value"] >= -error)
         likelier.append(nll["high"] < 0)
-        said.append(
-            f"{task}: dECE {ours['value']:.3f} of {theirs['value']:.3f}, accuracy {show(accuracy)}, NLL {show(nll)}"
-        )
+        ece = f"dECE {ours['value']:.3f} of {theirs['value']:.3f}"
+        said.append(f"{task}: {ece}, accuracy {show(accuracy)}, NLL {show(nll)}")
         for metric in ("nll", "debiased_ece"):
             difference = rows.own(task, label, f"{metric}_minus_map_ts")
-            tempered.append((difference is not None and difference["low"] <= 0, f"{task} {metric} {show(difference)}"))
+            tempered.append(difference is not None and difference["low"] <= 0)
+            against.append(f"{task} {metric} {show(difference)}")
     judged = len(likelier) == len(TASKS)
-    yield (
-        sum(third) >= 3 if judged else None,
-        f"{label}: debiased ECE at most a third of map's on three of four tasks, accuracy within an error",
-        "; ".join(said),
-    )
-    yield (
-        all(likelier) if judged else None,
-        f"{label}: NLL below map's on all four tasks",
-        f"{sum(likelier)} of {len(likelier)}",
-    )
-    held = all(passed for passed, _ in tempered)
-    yield (
-        held if judged else None,
-        f"{label}: no worse than map+ts on its own tasks",
-        "; ".join(text for _, text in tempered),
-    )
+    text = f"{label}: debiased ECE at most a third of map's on three of four tasks, accuracy within an error"
+    yield sum(third) >= 3 if judged else None, text, "; ".join(said)
+    text = f"{label}: NLL below map's on all four tasks"
+    yield all(likelier) if judged else None, text, f"{sum(likelier)} of {len(likelier)}"
+    yield all(tempered) if judged else None, f"{label}: no worse than map+ts on its own tasks", "; ".join(against)
 
 
 def shifted(rows: Rows, label: str) -> Line:
-    found = {}
-    for row in rows.all(study=None, source=SOURCE, split="test", method=label, metric="nll_minus_map_ts"):
-        if row["task"] != SOURCE:
-            ece = rows.one(
-                **{
-                    **{k: row[k] for k in ("study", "source", "split", "method", "task")},
-                    "metric": "debiased_ece_minus_map_ts",
-                }
-            )
-            found[row["task"]] = (row["high"] < 0, f"{row['task']}: NLL {show(row)}, dECE {show(ece)}")
-    text = f"{label}: NLL below map+ts on a shifted set"
-    return (
-        any(passed for passed, _ in found.values()) if found else None,
-        text,
-        "; ".join(said for _, said in found.values()) or "-",
-    )
+    keys = {"study": None, "source": SOURCE, "split": "test", "method": label}
+    found = [row for row in rows.all(**keys, metric="nll_minus_map_ts") if row["task"] != SOURCE]
+    said = []
+    for row in found:
+        ece = rows.one(**keys, task=row["task"], metric="debiased_ece_minus_map_ts")
+        said.append(f"{row['task']}: NLL {show(row)}, dECE {show(ece)}")
+    passed = any(row["high"] < 0 for row in found) if found else None
+    return passed, f"{label}: NLL below map+ts on a shifted set", "; ".join(said) or "-"
 
 
 def detection(rows: Rows) -> Line:
     """The best routing signal of any method against map's gate entropy and predictive entropy, prompts of equal length."""
-    matched = [
-        row for row in rows.all(study=None, task=FAR, source=SOURCE, metric="auroc_matched") if row["value"] is not None
-    ]
-    baselines = {row["signal"]: row["value"] for row in matched if row["method"] == "map"}
-    ours = [
-        row for row in matched if row["signal"] in ROUTING and (row["method"], row["signal"]) != ("map", "gate_entropy")
-    ]
-    best = max(ours, key=lambda row: row["value"], default=None)
-    if best is None or not {"gate_entropy", "predictive_entropy"} <= baselines.keys():
-        return None, "a routing signal detects medmcqa", "not measured"
-    gate, answer = baselines["gate_entropy"], baselines["predictive_entropy"]
+    matched = rows.all(study=None, task=FAR, source=SOURCE, metric="auroc_matched")
+    values = {(row["method"], row["signal"]): row for row in matched if row["value"] is not None}
+    gate, answer = (values.pop(("map", signal), None) for signal in ("gate_entropy", "predictive_entropy"))
+    ours = [row for (_, signal), row in values.items() if signal in ROUTING]
     text = "a routing signal is 0.10 above map's gate entropy and above predictive entropy on medmcqa, length-matched"
-    said = (
-        f"{best['signal']} of {best['method']} {show(best)}; gate entropy {gate:.3f}, predictive entropy {answer:.3f}"
-    )
-    return best["value"] >= gate + 0.1 and best["value"] > answer, text, said
+    if not ours or gate is None or answer is None:
+        return None, text, "not measured"
+    best = max(ours, key=lambda row: row["value"])
+    said = f"gate entropy {gate['value']:.3f}, predictive entropy {answer['value']:.3f}"
+    passed = best["value"] >= gate["value"] + 0.1 and best["value"] > answer["value"]
+    highest = f"highest of {len(ours)} on test: {best['signal']} of {best['method']} {show(best)}"
+    return passed, text, f"{highest}; {said}"
 
 
 def stability(rows: Rows) -> Line:
@@ -198,7 +175,7 @@ def gpu_minutes(timing: list[Row]) -> dict[int, float]:
         for begin, until in pairwise(times):
             now = [row for start, end, row in run if start < until and end > begin]
             for row in now:
-                stage1 = row["kind"] == f"stage 1 {SOURCE}" and "paper" not in row["job"]
+                stage1 = row["job"].startswith(f"{SOURCE}: stage 1, seed")
                 if (row["tier"] == "main" or stage1) and _seed(row) in seeds:
                     out[_seed(row)] = out.get(_seed(row), 0.0) + (until - begin) / 60 / len(now)
     return dict(sorted(out.items()))
@@ -217,7 +194,7 @@ def cost(results: Path) -> Line:
 
 
 def lines(results: Path) -> Iterator[Line]:
-    rows = Rows(json.loads((results / "metrics.json").read_text()))
+    rows = Rows(read_rows(results / "metrics.json"))
     yield model(rows)
     ranked = candidates(results)
     if ranked:
@@ -236,7 +213,7 @@ def lines(results: Path) -> Iterator[Line]:
 
 
 def main() -> int:
-    if len(sys.argv) != 2 or not (Path(sys.argv[1]) / "metrics.json").is_file():
+    if len(sys.argv) != 2 or not stored(Path(sys.argv[1]) / "metrics.json").is_file():
         print("usage: python examples/smolmoe/verdicts.py OUT/results    (of run.py --report)", file=sys.stderr)
         return 2
     for passed, claim, found in lines(Path(sys.argv[1])):

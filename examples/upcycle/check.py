@@ -18,8 +18,11 @@ import argparse
 import math
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -28,16 +31,47 @@ from upcycle import run
 
 import vmoer
 from vmoer import gates, metrics, tasks
-from vmoer.attach import record
-from vmoer.demo.check import Randomised, random_routing
 from vmoer.errors import InputError
 from vmoer.files import write_json
+from vmoer.live.attach import record
 from vmoer.models import open_model
 from vmoer.training.data import Examples, collate, encode_questions
 from vmoer.training.objective import answer_log_probs, evaluate
 from vmoer.training.workers import Workers
 
+Randomised = Literal["own", "logits"]
 HOW: tuple[Randomised, ...] = ("own", "logits")
+
+
+@contextmanager
+def random_routing(model: torch.nn.Module, seed: int, how: Randomised) -> Iterator[None]:
+    """Every token goes to K experts drawn at random, in every layer.
+
+    They are weighed by the "own" weights that the model gave the experts it would have taken, or by "logits" drawn at
+    random too, with the spread of the layer's own.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def hook_for(gate: gates.Gate) -> Any:
+        def hook(router: torch.nn.Module, inputs: Any, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            own_TN = gate.logits(outputs)
+            drawn_TN = torch.randn(own_TN.shape, generator=generator).to(own_TN)
+            if how == "logits":
+                return gate.route(router, outputs, drawn_TN, drawn_TN * own_TN.std(), None)[0]
+            new, place = list(outputs), gate.places["indices"]
+            new[place] = drawn_TN.topk(gate.scoring.k).indices.to(outputs[place].dtype)
+            return tuple(new)
+
+        return hook
+
+    hooks = [found.router.register_forward_hook(hook_for(gates.Gate.probe(found))) for found in gates.find(model)]
+    try:
+        yield
+    finally:
+        for handle in hooks:
+            handle.remove()
+
+
 BATCH = 128
 
 
@@ -104,12 +138,8 @@ def loss(own: np.ndarray, randomised: np.ndarray) -> dict[str, Any]:
     """The accuracy lost, as a paired difference: a row a seed, a column a question."""
     difference = own - randomised.mean(0)
     lost, error = float(difference.mean()), standard_error(difference)
-    return {
-        "accuracy": float(randomised.mean()),
-        "lost": lost,
-        "standard_error": error,
-        "matters": bool(lost > 2 * error),
-    }
+    found = {"accuracy": float(randomised.mean()), "lost": lost, "standard_error": error}
+    return found | {"matters": lost > 2 * error}
 
 
 def check(model: Any, tokenizer: Any, questions: dict[str, list[tasks.Question]], seeds: int = 2) -> dict[str, Any]:
@@ -119,56 +149,43 @@ def check(model: Any, tokenizer: Any, questions: dict[str, list[tasks.Question]]
     rows: dict[str, Any] = {}
     own: list[np.ndarray] = []
     drawn: dict[str, list[np.ndarray]] = {how: [] for how in HOW}
-    seen = []
     for task, asked in questions.items():
         examples = encode_questions(tokenizer, asked, context, letters=max(len(q.choices) for q in asked))
+        rows[task] = {"questions": len(asked), "chance": float(np.mean([1 / n for n in examples.options]))}
         plain = answers(evaluate(model, examples, workers), examples)
-        row = {"questions": len(asked), "chance": float(np.mean([1 / n for n in examples.options]))}
         own.append(plain.pop("correct"))
-        row |= plain
+        rows[task] |= plain
         for how in HOW:
             scores = []
             for seed in range(seeds):
                 with random_routing(model, seed, how):
                     scores.append(answers(evaluate(model, examples, workers), examples)["correct"])
             drawn[how].append(np.stack(scores))
-            row[f"random_{how}"] = loss(own[-1], drawn[how][-1])
-        rows[task] = row
-        seen += asked
-    pooled = {f"random_{how}": loss(np.concatenate(own), np.concatenate(drawn[how], 1)) for how in HOW}
+            rows[task][f"random_{how}"] = loss(own[-1], drawn[how][-1])
     correct = np.concatenate(own)
+    pooled = {f"random_{how}": loss(correct, np.concatenate(drawn[how], 1)) for how in HOW}
     pooled |= {"questions": len(correct), "accuracy": float(correct.mean()), "standard_error": standard_error(correct)}
+    seen = [question for asked in questions.values() for question in asked]
     routing = usage(model, encode_questions(tokenizer, seen, context), device)
     matters = all(pooled[f"random_{how}"]["matters"] for how in HOW)
     return {"tasks": rows, "pooled": pooled, "layers": routing, "routing_matters": matters}
 
 
 def show(found: dict[str, Any]) -> None:
-    head = ("", "questions", "chance", "accuracy", "NLL", "ECE", "random experts", "lost", "random logits", "lost")
-    lines = [head]
+    print(f"{'':16}questions  chance  accuracy         NLL    ECE    random experts, lost     random logits, lost")
     for name, row in [*found["tasks"].items(), ("all", found["pooled"])]:
-        shown = [name, str(row["questions"])]
-        shown += [f"{row[key]:.3f}" if key in row else "" for key in ("chance", "accuracy", "nll", "ece")]
-        shown[3] += f" +- {row['standard_error']:.3f}"
-        for how in HOW:
-            lost = row[f"random_{how}"]
-            shown += [f"{lost['accuracy']:.3f}", f"{lost['lost']:.3f} +- {lost['standard_error']:.3f}"]
-        lines.append(tuple(shown))
-    _print(lines)
+        chance, nll, ece = (f"{row[key]:.3f}" if key in row else "" for key in ("chance", "nll", "ece"))
+        shown = f"{row['accuracy']:.3f} +- {row['standard_error']:.3f}  {nll:5}  {ece:5}"
+        for lost in (row[f"random_{how}"] for how in HOW):
+            shown += f"  {lost['accuracy']:.3f}, {lost['lost']:.3f} +- {lost['standard_error']:.3f}"
+        print(f"{name:16}{row['questions']:9}  {chance:6}  {shown}")
     names = ("entropy", "entropy_answers", "jaccard_answers")
     columns = np.array([found["layers"][name] for name in names])
-    lines = [("layer", "usage entropy", "on answers", "Jaccard between answers")]
-    lines += [(str(i), *(f"{value:.3f}" for value in column)) for i, column in enumerate(columns.T)]
-    _print([*lines, ("mean", *(f"{value:.3f}" for value in columns.mean(1)))])
+    print(f"\n{'layer':6}{'usage entropy':>15}{'on answers':>12}{'Jaccard between answers':>25}")
+    for layer, (all_tokens, last, jaccard) in [*enumerate(columns.T), ("mean", columns.mean(1))]:
+        print(f"{layer!s:6}{all_tokens:15.3f}{last:12.3f}{jaccard:25.3f}")
     verdict = "matters: randomising it costs more than two standard errors of accuracy"
-    print(f"routing {verdict if found['routing_matters'] else 'CARRIES NOTHING: randomising it costs no accuracy'}")
-
-
-def _print(lines: list[tuple[str, ...]]) -> None:
-    widths = [max(map(len, column)) + 2 for column in zip(*lines, strict=True)]
-    print(
-        "\n".join("".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines) + "\n"
-    )
+    print(f"\nrouting {verdict if found['routing_matters'] else 'CARRIES NOTHING: randomising it costs no accuracy'}")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -185,9 +202,8 @@ def main(arguments: list[str] | None = None) -> None:
     if args.seeds < 1:
         raise InputError(f"seeds must be at least 1, not {args.seeds}")
     start = time.monotonic()
-    questions = {
-        task: tasks.load(task, args.split, data_root=args.data_root, limit=args.limit) for task in args.tasks.split(",")
-    }
+    load = partial(tasks.load, split=args.split, data_root=args.data_root, limit=args.limit)
+    questions = {task: load(task) for task in args.tasks.split(",")}
     model, tokenizer, *_ = open_model(args.model, device=args.device)
     if not gates.find(model):
         raise InputError(f"{args.model} is a dense model: it has no routing to check")

@@ -30,50 +30,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from batches import Batch, batches, steps_in_all
-from recipe import TASKS, Recipe
+from batches import TASKS, Batch, Recipe, batches, steps_in_all
 from torch import Tensor, nn
 from upcycle import refuse_existing, run, save_whole
 
 from vmoer import gates, tasks
 from vmoer.errors import InputError, RunError
-from vmoer.files import write_json
-from vmoer.tasks import Question
-from vmoer.tasks._base import digest
-
-# -- model -------------------------------------------------------------------------------------------------------------
-
-
-class Routers:
-    """The model's routers, and the logits of the last forward pass with their gradients."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.found = gates.find(model)
-        if not self.found or any(found.reason for found in self.found):
-            raise InputError(f"{type(model).__name__} has no router to train: make a model with upcycle.py first")
-        probed = [gates.Gate.probe(found) for found in self.found]
-        self.k = probed[0].scoring.k
-        self._logits: dict[int, Tensor] = {}
-        self._hooks = [
-            found.router.register_forward_hook(self._hook(found.layer, gate))
-            for found, gate in zip(self.found, probed, strict=True)
-        ]
-
-    def _hook(self, layer: int, gate: gates.Gate) -> Any:
-        def see(router: nn.Module, inputs: Any, out: tuple[Tensor, ...]) -> None:
-            self._logits[layer] = gate.logits(out)
-
-        return see
-
-    def take(self) -> Tensor:
-        """[L, B * T, N]"""
-        logits = torch.stack([self._logits[found.layer] for found in self.found])
-        self._logits.clear()
-        return logits
-
-    def remove(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
+from vmoer.models import open_model
+from vmoer.tasks import Question, digest
 
 
 def load_shares(logits_LTN: Tensor, token_MT: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -86,12 +50,12 @@ def load_shares(logits_LTN: Tensor, token_MT: Tensor, k: int) -> tuple[Tensor, T
 
 
 @torch.no_grad()
-def perturb(routers: Routers, noise: float, seed: int) -> None:
+def perturb(blocks: Sequence[Any], noise: float, seed: int) -> None:
     """Expert copies that differ a little, each by noise of `noise` times its weights' standard deviation."""
-    device = next(routers.found[0].block.parameters()).device
+    device = next(blocks[0].parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
-    for found in routers.found:
-        for p in found.block.experts.parameters():
+    for block in blocks:
+        for p in block.experts.parameters():
             sd = p.flatten(1).std(1).view(-1, *[1] * (p.dim() - 1))
             p.add_(torch.randn(p.shape, generator=generator, device=device, dtype=p.dtype) * sd * noise)
 
@@ -135,9 +99,6 @@ class Optimiser:
             tensor.grad = None
 
 
-# -- training ----------------------------------------------------------------------------------------------------------
-
-
 def schedule(done: float, warmup: float) -> float:
     """Linear warm-up, then half a cosine to zero, over `done` from 0 to 1."""
     if done < warmup:
@@ -145,87 +106,93 @@ def schedule(done: float, warmup: float) -> float:
     return 0.5 * (1 + math.cos(math.pi * min(1.0, (done - warmup) / (1 - warmup))))
 
 
-def specialise(model: Any, tokenizer: Any, recipe: Recipe, pools: Sequence[list[Question]], dtype: torch.dtype) -> dict:
-    """Train the model in place; returns what happened."""
-    start = time.monotonic()
-    routers = Routers(model)
-    perturb(routers, recipe.noise, recipe.seed)
-    embeddings = {model.get_input_embeddings().weight, model.get_output_embeddings().weight}
-    gates_only = [found.router.weight for found in routers.found]
-    rest = [p for p in model.parameters() if p not in embeddings and all(p is not q for q in gates_only)]
-    optimiser = Optimiser([(rest, recipe.lr), (gates_only, recipe.router_lr)], dtype)
-    for p in embeddings:
-        p.requires_grad_(False)
-        p.data = p.data.to(dtype)
-    device, total = optimiser.skipped.device, steps_in_all(pools, recipe)
-    experts = len(gates_only[0])
-    history: list[dict[str, float]] = []
-    seen: list[Tensor] = []
-    load_MLN = torch.zeros(2, len(gates_only), experts, device=device)
+class Log:
+    """What the steps since the last line had to say, still on the device; a line and a row of the history when asked."""
 
-    def log(step: int, steps: int) -> None:
-        nonlocal load_MLN
-        values_S = torch.stack(seen)
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe, self.start = recipe, time.monotonic()
+        self.history: list[dict[str, float]] = []
+        self.values: list[Tensor] = []
+        self.loads: list[Tensor] = []
+
+    def seconds(self) -> float:
+        return time.monotonic() - self.start
+
+    def line(self, step: int, steps: int, skipped: float) -> None:
+        if not self.values:
+            return
+        values_S = torch.stack(self.values)
         values = torch.where(values_S.isfinite(), values_S, math.nan).nanmean(0).tolist()
-        even = torch.special.entr(load_MLN / len(seen)).sum(-1).mean(-1) / math.log(experts)
+        load_MLN = torch.stack(self.loads).mean(0)
+        even = torch.special.entr(load_MLN).sum(-1).mean(-1) / math.log(load_MLN.shape[-1])
         row = dict(zip(("letter", "accuracy", "lm", "load", "load_answers"), values, strict=True))
         row |= dict(zip(("entropy", "entropy_answers"), even.tolist(), strict=True))
-        row |= {"step": step, "skipped": float(optimiser.skipped), "seconds": time.monotonic() - start}
-        if row["skipped"] > max(2, 0.1 * step) or not all(map(math.isfinite, row.values())):
-            raise RunError(f"{row['skipped']:.0f} of {step} steps had a gradient that is not finite; nothing was saved")
-        history.append(row)
+        row |= {"step": step, "skipped": skipped, "seconds": self.seconds()}
+        if skipped > max(2, 0.1 * step) or not all(map(math.isfinite, row.values())):
+            raise RunError(f"{skipped:.0f} of {step} steps had a gradient that is not finite; nothing was saved")
+        self.history.append(row)
         left = row["seconds"] / step * (steps - step)
-        if recipe.seconds is not None:
-            left = min(left, recipe.seconds - row["seconds"])
+        if self.recipe.seconds is not None:
+            left = min(left, self.recipe.seconds - row["seconds"])
         print(
             f"step {step}/{steps}: letter {row['letter']:.3f}, accuracy {row['accuracy']:.3f}, text {row['lm']:.3f}, "
             f"load {row['load']:.3f} and {row['load_answers']:.3f} on answers, usage entropy {row['entropy']:.3f} and "
-            f"{row['entropy_answers']:.3f}, {row['skipped']:.0f} skipped, {row['seconds']:.0f} s, {max(0, left):.0f} s left",
+            f"{row['entropy_answers']:.3f}, {skipped:.0f} skipped, {row['seconds']:.0f} s, {max(0, left):.0f} s left",
             flush=True,
         )
-        seen.clear()
-        load_MLN = torch.zeros_like(load_MLN)
+        self.values, self.loads = [], []
 
+
+def specialise(model: Any, tokenizer: Any, recipe: Recipe, pools: Sequence[list[Question]], dtype: torch.dtype) -> dict:
+    """Train the model in place; returns what happened."""
+    log, found = Log(recipe), gates.find(model)
+    if not found or any(one.reason for one in found):
+        raise InputError(f"{type(model).__name__} has no router to train: make a model with upcycle.py first")
+    perturb([one.block for one in found], recipe.noise, recipe.seed)
+    embeddings = {model.get_input_embeddings().weight, model.get_output_embeddings().weight}
+    routers = [one.router.weight for one in found]
+    rest = [p for p in model.parameters() if p not in embeddings and all(p is not q for q in routers)]
+    optimiser = Optimiser([(rest, recipe.lr), (routers, recipe.router_lr)], dtype)
+    for p in embeddings:
+        p.requires_grad_(False)
+        p.data = p.data.to(dtype)
+    step, total = 0, steps_in_all(pools, recipe)
     model.train()
-    step = 0
     for batch in batches(tokenizer, pools, recipe, model.config.max_position_embeddings):
         done = step / total
         if recipe.seconds is not None:
-            done = max(done, (time.monotonic() - start) / recipe.seconds)
+            done = max(done, log.seconds() / recipe.seconds)
         if done >= 1:
             break
-        batch = batch.to(device)
-        loss, values, share_MLN = losses(model, batch, routers, recipe)
+        loss, values, share_MLN = losses(model, batch.to(routers[0].device), recipe)
         loss.backward()
         optimiser.step(schedule(done, recipe.warmup))
-        seen.append(values)
-        load_MLN += share_MLN
+        log.values.append(values)
+        log.loads.append(share_MLN)
         step += 1
         if step % recipe.log_every == 0 or step == total:
-            log(step, total)
-    if seen:
-        log(step, step)
+            log.line(step, total, float(optimiser.skipped))
+    log.line(step, step, float(optimiser.skipped))
     model.eval()
-    routers.remove()
     return {
         "recipe": dataclasses.asdict(recipe),
         "dtype": str(dtype).removeprefix("torch."),
         "steps": step,
         "questions": sum(map(len, pools)),
-        "skipped_steps": int(history[-1]["skipped"]),
-        "seconds": round(time.monotonic() - start, 1),
-        "history": history,
+        "skipped_steps": int(optimiser.skipped),
+        "seconds": round(log.seconds(), 1),
+        "history": log.history,
     }
 
 
-def losses(model: Any, batch: Batch, routers: Routers, recipe: Recipe) -> tuple[Tensor, Tensor, Tensor]:
+def losses(model: Any, batch: Batch, recipe: Recipe) -> tuple[Tensor, Tensor, Tensor]:
     """The loss; what to log of it [letter, accuracy, lm, load, load on answers]; and the load itself, [M, L, N]."""
-    states = model.get_decoder()(
-        input_ids=batch.ids_BT, attention_mask=batch.mask_BTT, use_cache=False
-    ).last_hidden_state
-    logits_PV = model.get_output_embeddings()(states.flatten(0, 1)[batch.place_P]).float() / model.config.logits_scaling
+    inputs = {"input_ids": batch.ids_BT, "attention_mask": batch.mask_BTT}
+    out = model.get_decoder()(**inputs, use_cache=False, output_router_logits=True)
+    states_PD = out.last_hidden_state.flatten(0, 1)[batch.place_P]
+    logits_PV = model.get_output_embeddings()(states_PD).float() / model.config.logits_scaling
     nll_P = F.cross_entropy(logits_PV, batch.target_P, reduction="none")
-    chosen_MLN, mean_MLN = load_shares(routers.take(), batch.token_MT, routers.k)
+    chosen_MLN, mean_MLN = load_shares(torch.stack(out.router_logits), batch.token_MT, model.config.num_experts_per_tok)
     load_M = chosen_MLN.shape[-1] * (chosen_MLN * mean_MLN).sum((1, 2))
     loss = (nll_P * batch.weight_P).sum() + recipe.balance * load_M[0] + recipe.answers * load_M[1]
     with torch.no_grad():
@@ -237,17 +204,6 @@ def losses(model: Any, batch: Batch, routers: Routers, recipe: Recipe) -> tuple[
     return loss, values, chosen_MLN.detach()
 
 
-def open_upcycled(name: str, device: torch.device) -> tuple[Any, Any]:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
-    except (OSError, ValueError) as error:
-        raise InputError(f"cannot load the model {name}: {(str(error).strip().splitlines() or [''])[0]}") from None
-    return model.to(device), tokenizer
-
-
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description="Train an upcycled model until its experts differ and routing matters."
@@ -257,37 +213,23 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--data-root", help="DIR/<task>/<split>.jsonl; default VMOER_DATA, or the hub")
     parser.add_argument("--limit", type=int, help="questions read of each task")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="default: bfloat16 on a GPU, else float32")
-    parser.add_argument("--experts-implementation", help="transformers' own choice by default; eager where it fails")
     parser.add_argument("--tasks", default=",".join(TASKS))
-    for field in dataclasses.fields(Recipe):
-        if field.name != "tasks":
-            kind = int if str(field.type).startswith("int") else float
-            shown = {"default": field.default, "help": f"default {field.default}"}
-            parser.add_argument(f"--{field.name.replace('_', '-')}", type=kind, **shown)
+    for field in dataclasses.fields(Recipe)[1:]:
+        kind = int if str(field.type).startswith("int") else float
+        shown = {"default": field.default, "help": f"default {field.default}"}
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=kind, **shown)
     args = parser.parse_args(arguments)
     start = time.monotonic()
     refuse_existing(args.out)
-    settings = {f.name: getattr(args, f.name) for f in dataclasses.fields(Recipe)}
-    recipe = Recipe(**settings | {"tasks": tuple(args.tasks.split(","))})
-    device = torch.device(args.device)
-    dtype = getattr(torch, args.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
+    args.tasks = tuple(args.tasks.split(","))
+    recipe = Recipe(**{f.name: getattr(args, f.name) for f in dataclasses.fields(Recipe)})
     pools = [tasks.load(task, "train", data_root=args.data_root, limit=args.limit) for task in recipe.tasks]
     pools = [sorted(pool, key=lambda question: digest("specialise", recipe.seed, question.id)) for pool in pools]
-    model, tokenizer = open_upcycled(args.model, device)
-    if args.experts_implementation:
-        model.set_experts_implementation(args.experts_implementation)
+    model, tokenizer, *_ = open_model(args.model, device=args.device, dtype=torch.float32)
     print(f"{sum(map(len, pools))} questions, model loaded ({time.monotonic() - start:.0f} s)", flush=True)
-    report = specialise(model, tokenizer, recipe, pools, dtype)
-
-    def write(folder: Path) -> None:
-        for p in model.parameters():
-            p.data = p.data.to(torch.bfloat16)
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        write_json(folder / "specialise.json", report)
-
-    save_whole(args.out, write)
+    dtype = torch.bfloat16 if model.device.type == "cuda" else torch.float32
+    report = specialise(model.requires_grad_(True), tokenizer, recipe, pools, dtype)
+    save_whole(args.out, model.to(torch.bfloat16), tokenizer, {"specialise.json": report})
     print(f"saved to {args.out} ({time.monotonic() - start:.0f} s)")
 
 

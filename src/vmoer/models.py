@@ -1,23 +1,28 @@
-"""From what a user names to a model in memory: a hub id, a local folder, a GGUF file, `demo`, or a run of `vmoer train`."""
+"""Opening a model by its name: a hub id, a local folder, a GGUF file, `demo`, or a run of `vmoer train`."""
 
 import copy
-import hashlib
-import json
+import difflib
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from vmoer import hub
-from vmoer.attach import routers_of
+from vmoer import deepseek
+from vmoer.demo import model_path
 from vmoer.errors import InputError
-from vmoer.store import load, with_adapter
+from vmoer.live.attach import routers_of
+from vmoer.saved import fetch
+from vmoer.saved.calibrator import Stored, of
+from vmoer.saved.store import Saved, put_on, read_folder, read_run, with_adapter
 
-KEPT = int(os.environ.get("VMOER_KEEP_MODELS", "0"))
-"""How many models this process keeps in memory, adapters included, for the next time they are opened: a study opens few of them
-again and again. Files that change meanwhile are not noticed."""
+KEEP_MODELS = int(os.environ.get("VMOER_KEEP_MODELS", "0"))
+"""How many opened models, adapters included, this process keeps in memory: a study opens a few of them again and again.
+Files that change meanwhile are not noticed."""
 _kept: dict[tuple[Any, ...], tuple[Any, Any]] = {}
 
 
@@ -25,9 +30,11 @@ class Opened(NamedTuple):
     model: Any
     tokenizer: Any
     name: str
-    """The base model as it was named."""
+    """The base model's name, as the user or the run wrote it."""
     run: dict[str, Any] | None
-    """What `run.json` says, where a run folder was opened."""
+    """The content of `run.json`, where a run folder was opened."""
+    calibrator: Stored | None = None
+    """The run's own, where it has one."""
 
 
 def open_model(
@@ -39,44 +46,46 @@ def open_model(
 ) -> Opened:
     """Load a model and its tokenizer in evaluation mode; from a run, or any saved router, the adapter and the routers too.
 
-    Without `device` the first GPU is taken where there is one; without `dtype` bfloat16 on a GPU and float32 on a CPU.
-    `revision` is that of the name given, on the hub.
+    Args:
+        device: by default the first GPU where there is one, else the CPU.
+        dtype: by default bfloat16 on a GPU and float32 on a CPU.
+        revision: of `name` on the hub.
     """
+    _check_path(str(name))
     folder = _router_folder(name, revision)
-    run = read_run(folder) if folder and (folder / "run.json").exists() else None
+    saved = read_folder(folder) if folder else None
     base = str(name)
-    if folder:
-        base, revision = str(run["model"]) if run else _base_of(folder), None
+    if saved:
+        base, revision = _base_of(saved), None
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if dtype is None:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    adapter = folder if folder and (folder / "adapter_config.json").exists() else None
-    model, tokenizer = _with_adapter(base, revision, device, dtype, adapter)
-    if folder and (folder / "router.json").exists():
-        model = load(model, folder).eval()
+    model, tokenizer = _with_adapter(base, revision, device, dtype, saved)
+    if saved:
+        model = put_on(model, saved).eval()
         for router in routers_of(model).values():
             router.requires_grad_(False)
-    return Opened(model, tokenizer, base, run)
+    return Opened(model, tokenizer, base, saved.run if saved else None, of(saved) if saved else None)
 
 
 def _with_adapter(
-    base: str, revision: str | None, device: torch.device, dtype: torch.dtype | str, adapter: Path | None
+    base: str, revision: str | None, device: torch.device, dtype: torch.dtype | str, saved: Saved | None
 ) -> tuple[Any, Any]:
-    """The base model on its device inside its adapter, and the tokenizer; a copy of what is kept, where it is."""
+    """The base model on its device, inside its adapter, and the tokenizer. A kept model is answered by a copy."""
     key: tuple[Any, ...] = (base, revision, device.type, device.index or 0, dtype)
-    if KEPT and adapter is not None and (adapter / "adapter_model.safetensors").exists():
-        key += (hashlib.sha256((adapter / "adapter_model.safetensors").read_bytes()).hexdigest(),)
+    if saved is not None and saved.adapter is not None:
+        key += (saved.adapter.key,)
     if key in _kept:
         _kept[key] = model, tokenizer = _kept.pop(key)  # the one used last goes last
         return copy.deepcopy(model), tokenizer
     model, tokenizer = _base(base, dtype, revision)
-    with suppress(ValueError):  # some quantised ones cannot be moved; transformers put them where they belong
+    with suppress(ValueError):  # some quantised models cannot be moved, and transformers has placed them already
         model = model.to(device)
     model = model.eval()
-    if adapter is not None:
-        model = with_adapter(model, adapter).eval()
-    if KEPT:
-        while len(_kept) >= KEPT:
+    if saved is not None:
+        model = with_adapter(model, saved).eval()
+    if KEEP_MODELS:
+        while len(_kept) >= KEEP_MODELS:
             _kept.pop(next(iter(_kept)))
         _kept[key] = model, tokenizer
         model = copy.deepcopy(model)
@@ -89,26 +98,17 @@ def _router_folder(name: str | Path, revision: str | None) -> Path | None:
     if folder.exists():
         routers = (folder / "router.json").exists() and not (folder / "config.json").exists()
         return folder if routers or (folder / "run.json").exists() else None
-    return None if isinstance(name, Path) or embedded(name) else hub.find(name, revision)
+    return None if isinstance(name, Path) or embedded(name) else fetch.find(name, revision)
 
 
-def _base_of(folder: Path) -> str:
-    named = json.loads((folder / "router.json").read_text()).get("base_model")
+def _base_of(saved: Saved) -> str:
+    """The base model that `run.json`, or else `router.json`, names."""
+    named = saved.run["model"] if saved.run else saved.description["base_model"]
     if not named:
         raise InputError(
-            f"{folder / 'router.json'} does not name its base model: load that, then vmoer.load(model, folder)"
+            f"{saved.folder / 'router.json'} does not name its base model: load that, then vmoer.load(model, folder)"
         )
     return str(named)
-
-
-def read_run(folder: Path) -> dict[str, Any]:
-    try:
-        run = json.loads((folder / "run.json").read_text())
-    except ValueError as error:
-        raise InputError(f"{folder / 'run.json'} is not valid JSON: {error}") from None
-    if not isinstance(run, dict) or "model" not in run:
-        raise InputError(f"{folder / 'run.json'} does not name its base model")
-    return run
 
 
 DEMO = {"demo": "map", "demo-base": "base", "demo-map-early": "map-early"}
@@ -117,24 +117,89 @@ DEMO = {"demo": "map", "demo-base": "base", "demo-map-early": "map-early"}
 
 def embedded(name: str) -> str | None:
     """The folder of the embedded model, where the name is one of its stages."""
-    if name not in DEMO:
-        return None
-    from vmoer.demo import model_path
-
-    return str(model_path(DEMO[name]))
+    return str(model_path(DEMO[name])) if name in DEMO else None
 
 
 def _base(name: str, dtype: torch.dtype | str, revision: str | None = None) -> tuple[Any, Any]:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    path, found, more = _place(name, revision)
+    with _one_line(name):
+        if found:
+            model = deepseek.open_checkpoint(path, found, dtype, revision)
+        else:
+            if "gguf_file" in more and hasattr(
+                transformers, "GgufConfig"
+            ):  # weights that stay packed cannot be trained
+                more = more | {"quantization_config": transformers.GgufConfig(dequantize=True)}
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=False, **more)
+        tokenizer = _tokenizer(path, found, _place(name, revision)[2])
+    model.config._name_or_path = name  # as the user wrote it, not the folder on this machine
+    return model, tokenizer
 
-    path, more = embedded(name) or name, {} if revision is None else {"revision": revision}
+
+def skeleton(name: str) -> Any:
+    """The model of a name, or the base of a run folder, without its weights: its configuration alone is read."""
+    run = Path(name) / "run.json"
+    with torch.device("meta"):
+        return _configured(str(read_run(run.parent)["model"]) if run.exists() else name)
+
+
+def random_model(name: str, device: torch.device, dtype: torch.dtype | str) -> tuple[Any, Any]:
+    """A model of the same configuration with random weights, and the tokenizer: as fast as the model, without its files."""
+    with torch.device(device):
+        model = _configured(name, dtype=dtype)
+    with _one_line(name):
+        return model.eval(), _tokenizer(*_place(name))
+
+
+def _configured(name: str, **settings: Any) -> Any:
+    path, found, more = _place(name)
+    with _one_line(name):
+        config = (
+            deepseek.configuration(found)
+            if found
+            else AutoConfig.from_pretrained(path, trust_remote_code=False, **more)
+        )
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=False, **settings)
+
+
+def _place(name: str, revision: str | None = None) -> tuple[str, dict[str, Any] | None, dict[str, Any]]:
+    """Where a model is, what its `config.json` says where it is one of DeepSeek's layout, and options of `from_pretrained`."""
     if name.endswith(".gguf") and Path(name).is_file():
-        path, more = str(Path(name).parent), {"gguf_file": Path(name).name}
+        return str(Path(name).parent), None, {"gguf_file": Path(name).name}
+    _check_path(name)
+    path = embedded(name) or name
+    return path, deepseek.described(path, revision), {} if revision is None else {"revision": revision}
+
+
+def _check_path(name: str) -> None:
+    """Refuse a path where nothing is, or nothing yet: the hub is asked only for names that are no path here."""
+    path = Path(name).expanduser()
+    if path.is_dir() and not any((path / file).exists() for file in ("config.json", "run.json", "router.json")):
+        if any((path / state).exists() for state in ("map", "telemetry.jsonl", "stage1.safetensors")):
+            raise InputError(f"{name} is an unfinished run: start the same vmoer train again, and it goes on")
+        if not any(path.glob("*.gguf")):
+            raise InputError(f"cannot load the model {name!r}: there is no config.json, run.json or router.json in it")
+    beside = path.parent.is_dir() and path.parent != Path(".")
+    written = name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith("/")
+    if not path.exists() and (beside or written):
+        near = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+        close = [str(path.parent / one) for one in difflib.get_close_matches(path.name, near)]
+        hint = f"; did you mean {' or '.join(close)}?" if close else ""
+        raise InputError(f"cannot load the model {name!r}: no such folder or file{hint}")
+
+
+def _tokenizer(path: str, found: dict[str, Any] | None, more: dict[str, Any]) -> Any:
+    return (
+        deepseek.open_tokenizer(path, **more)
+        if found
+        else AutoTokenizer.from_pretrained(path, trust_remote_code=False, **more)
+    )
+
+
+@contextmanager
+def _one_line(name: str) -> Iterator[None]:
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **more)
-        tokenizer = AutoTokenizer.from_pretrained(path, **more)
+        yield
     except (OSError, ValueError, ImportError) as error:
         first = str(error).strip().splitlines()[0]
         raise InputError(f"cannot load the model {name!r}: {first}") from None
-    model.config._name_or_path = name  # as it was named, not where this machine keeps it
-    return model, tokenizer

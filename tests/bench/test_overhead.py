@@ -7,31 +7,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny import GEOMETRY
 
 from vmoer.bench import measure, overhead
-from vmoer.bench.geometries import Geometry
 from vmoer.bench.measure import between, ratio
 
-TINY = Geometry(
-    "granitemoe",
-    {
-        "vocab_size": 64,
-        "hidden_size": 32,
-        "intermediate_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-    },
-)
 METHODS = {"map", "vglr-mf", "vglr-fc", "vglr-lr", "vtsr", "mcdr", "listing", "swag"}
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the true geometries are measured")
 def test_every_row_is_there_and_geometries_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(overhead, "KNOWN", {"one": TINY, "two": TINY})
+    monkeypatch.setattr(overhead, "KNOWN", {"one": GEOMETRY, "two": GEOMETRY})
     monkeypatch.setattr(overhead.transformers.masking_utils, "find_packed_sequence_indices", lambda ids: None)
     out = tmp_path / "cpu.json"
     overhead.run(["one"], out, True, lambda text: None)

@@ -3,9 +3,9 @@
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.demo_model.build import Balance, Recipe, build_base, build_map, new_model
+from benchmarks.demo_model.tokenizer import build_tokenizer
 from vmoer.demo import STAGES
-from vmoer.demo.build import Balance, Recipe, build_base, build_map, new_model
-from vmoer.demo.tokenizer import build_tokenizer
 
 SHORT = Recipe(steps=2, questions=8, statements=8, epochs=1, stage1_batch=1000)
 

@@ -5,10 +5,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from benchmarks.demo_model.build import Recipe, Text
+from benchmarks.demo_model.tokenizer import build_tokenizer
 from vmoer import tasks
 from vmoer.demo import STAGES, model_path
-from vmoer.demo.build import Recipe, Text
-from vmoer.demo.tokenizer import build_tokenizer
 from vmoer.demo.words import WORDS
 from vmoer.demo.world import SIZES, world
 from vmoer.tasks import LETTERS, Question

@@ -72,7 +72,8 @@ def test_a_family_has_one_custom_per_relation():
 
 def test_noise_is_in_the_questions_of_the_noisy_relations_alone(facts):
     questions = [question for split in SIZES for question in tasks.load("demo", split)]
-    wrong, asked = Counter(), Counter()
+    wrong: Counter[str] = Counter()
+    asked: Counter[str] = Counter()
     for question in questions:
         fact = facts[question.id]
         asked[fact.relation] += 1

@@ -75,8 +75,7 @@ def build(name: str) -> tuple[nn.Module, nn.Module]:
             if "bias" in key:
                 b.copy_(0.05 * torch.randn(b.shape, generator=generator))
     block = nn.Module()
-    experts = gates._num_experts(router, gates._weight(router, RULES[name]))
-    block.expert_bias = block.e_score_correction_bias = 0.05 * torch.randn(experts, generator=generator)
+    block.expert_bias = block.e_score_correction_bias = 0.05 * torch.randn(8, generator=generator)
     return router, block
 
 
@@ -84,7 +83,7 @@ def build(name: str) -> tuple[nn.Module, nn.Module]:
 def test_rule_reproduces_the_class(name: str) -> None:
     """`Gate.probe` raises unless our experts and weights equal the router's own on random states."""
     router, block = build(name)
-    gate = gates.Gate.probe(gates.Found("router", 0, router, block, block, RULES[name], ""))
+    gate = gates.Gate.probe(gates.FoundRouter("router", 0, router, block, block, RULES[name], ""))
     assert 0 < gate.scoring.k <= gate.num_experts
 
 
@@ -96,7 +95,7 @@ def test_rule_on_modified_logits(name: str) -> None:
     """The oracle: the class's own forward with its weight set to the identity, fed logits in place of states."""
     router, block = build(name)
     rule = RULES[name]
-    gate = gates.Gate.probe(gates.Found("router", 0, router, block, block, rule, ""))
+    gate = gates.Gate.probe(gates.FoundRouter("router", 0, router, block, block, rule, ""))
     modified = 2 * torch.randn(50, gate.num_experts, generator=torch.Generator().manual_seed(3))
     weight = gates.rules.lookup(rule.weight, router)
     with torch.no_grad():

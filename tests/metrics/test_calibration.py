@@ -14,7 +14,7 @@ from sklearn.metrics import accuracy_score, log_loss
 
 from vmoer import metrics as m
 from vmoer.errors import InputError
-from vmoer.predictions import entropy
+from vmoer.evaluation.predictions import entropy
 
 with warnings.catch_warnings():  # their imports warn
     warnings.simplefilter("ignore")

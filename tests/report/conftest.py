@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from vmoer import scores
+from vmoer.evaluation import scores
 
 METHODS = {"map": 2.2, "mean_only": 2.1, "vglr-fc": 1.3, "vglr-fc+full": 1.0}  # how overconfident
 SHIFTS = {"quiz": 0.0, "near": 0.5, "far": 2.0}

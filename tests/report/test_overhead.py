@@ -50,7 +50,7 @@ def test_a_file_beside_the_metrics_gives_a_section(results, tmp_path, wrapped):
         shutil.copy(results / name, tmp_path)
     content = {"machine": {"device": "some GPU", "dtype": "bfloat16"}, "rows": ROWS} if wrapped else ROWS
     (tmp_path / "overhead.json").write_text(json.dumps(content))
-    page = report(tmp_path).read_text()
+    page = report(tmp_path).page.read_text()
     assert re.search(r'<figure id="overhead-granite-3b">\s*<svg [^>]*aria-label="Added time in percent', page)
     assert ("overhead.json (some GPU, bfloat16)" in page) == wrapped
     assert (tmp_path / "report" / "overhead.csv").exists()

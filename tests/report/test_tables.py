@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from vmoer.report import Entry, Table, read, tables, to_csv, to_latex, to_markdown, to_terminal
-from vmoer.report.summaries import best_within_noise, calibration_table, floor_notes, settings, verdict
+from vmoer.report import Entry, Table, read, to_csv, to_latex, to_markdown, to_terminal
+from vmoer.report.summaries import best_within_noise, calibration_table, floor_notes, settings, tables, verdict
 
 GOLDEN = Path(__file__).parent / "golden"
 FORMATS = {"tables.txt": to_terminal, "tables.md": to_markdown, "tables.csv": to_csv, "tables.tex": to_latex}

@@ -14,7 +14,7 @@ from vmoer.errors import InputError
 from vmoer.report import read, report
 from vmoer.studies import Study, _variants, grid, run_study
 from vmoer.studies._variants import parse
-from vmoer.train import Plan
+from vmoer.training.run import Plan
 
 
 def small(out: Path, **changes: object) -> Study:
@@ -53,7 +53,7 @@ def test_every_study_and_the_page(tmp_path: Path) -> None:
     rows = read(tmp_path)
     methods = {row["method"] for row in rows if row["metric"] == "nll" and row["study"] is None}
     assert {"map", "map+ts", "map-early", "vglr-fc", "vglr-fc+full", "vtsr", "vtsr+full", "mean-only"} <= methods
-    page = report(tmp_path).read_text()
+    page = report(tmp_path).page.read_text()
     sections = (
         "brittleness",
         "temperature-sweep",
@@ -64,7 +64,7 @@ def test_every_study_and_the_page(tmp_path: Path) -> None:
         "efficiency",
     )
     for section in (*sections, "overhead"):
-        assert f'<section id="{section}"' in page
+        assert f'<details id="{section}"' in page
     figures = {
         "brittleness-curve",
         "brittleness-layers",
@@ -120,18 +120,16 @@ def test_cells_side_by_side_train_a_run_once(tmp_path: Path, monkeypatch: pytest
         inside += 1
         most = max(most, inside)
         time.sleep(0.05)
-        if not (out / "run.json").exists():
+        if not (out / "manifest.json").exists():
             trained += 1
             out.mkdir(parents=True)
-            (out / "run.json").write_text("{}")
+            (out / "manifest.json").write_text("{}")
         inside -= 1
 
     monkeypatch.setattr(_variants, "train", train)
     study, out = small(tmp_path), tmp_path / "runs" / "vglr-fc-s0"
     cells = [
-        threading.Thread(
-            target=_variants._train, args=(study, "vglr-fc"), kwargs={"preset": "default", "out": out, "seed": 0}
-        )
+        threading.Thread(target=_variants.train_label, args=(study, "vglr-fc"), kwargs={"out": out, "seed": 0})
         for _ in range(4)
     ]
     for cell in cells:
@@ -240,7 +238,7 @@ def test_dry_run_prints_the_grid(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 @pytest.mark.parametrize(
     ("label", "message"),
-    [("vglr-xx", "unknown method"), ("vglr-fc@papre", "no preset"), ("vglr-fc+fulll", "averaging is")],
+    [("vglr-xx", "unknown method"), ("vglr-fc@papre", "unknown preset"), ("vglr-fc+fulll", "averaging is")],
 )
 def test_bad_labels(label: str, message: str) -> None:
     with pytest.raises(InputError, match=message):

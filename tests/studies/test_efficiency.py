@@ -9,6 +9,19 @@ def found(key: str) -> dict[str, float]:
     return {row["metric"]: row["value"] for row in efficiency.cost(key)}
 
 
+def formula(key: str, d: int = 1536, n: int = 40, s: int = 35, layers: int = 10) -> int:
+    """The paper's complexities written out, in multiply-accumulates."""
+    h = d // 4
+    each = {
+        "vglr-mf": d * h + 2 * h * n + s * n,
+        "vglr-fc": d * h + h * n + h * n * (n + 1) // 2 + s * n * (n + 1) // 2,
+        "vtsr": d * h + h,
+        "mcdr": s * d * n,
+        "swag": s * d * n,
+    }[key]
+    return layers * each
+
+
 @pytest.mark.parametrize(
     ("key", "millions"), [("mcdr", 20.9), ("swag", 20.9), ("vglr-mf", 6.2), ("vglr-fc", 9.2), ("vtsr", 5.9)]
 )
@@ -24,7 +37,7 @@ def test_macs_of_the_paper_within_three_percent(key: str, giga: float) -> None:
 @pytest.mark.parametrize("key", ["vglr-mf", "vglr-fc", "vtsr", "mcdr", "swag"])
 def test_counter_against_the_formula(key: str) -> None:
     """The counter sees a dense product where the formula has a triangle, and no elementwise arithmetic."""
-    assert found(key)["macs"] == pytest.approx(efficiency.formula(key), rel=0.03)
+    assert found(key)["macs"] == pytest.approx(formula(key), rel=0.03)
 
 
 def test_own_denominator_is_near_the_papers() -> None:

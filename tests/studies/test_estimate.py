@@ -1,21 +1,25 @@
 """What `--dry-run` says: times of finished cells where there are any like those left, else a count of what is to be done."""
 
 import json
+import shutil
 import time
+from collections import Counter
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 from vmoer.cli import run
+from vmoer.demo import model_path
+from vmoer.files import sealed
 from vmoer.studies import Study, _estimate, _grid, grid
-from vmoer.train import Plan
+from vmoer.training.run import Plan
 
 
 def store(cell: _grid.Cell, out: Path, seconds: float | None) -> None:
     cell.path(out).parent.mkdir(parents=True, exist_ok=True)
     timed = {} if seconds is None else {"seconds": seconds}
-    cell.path(out).write_text(json.dumps({"key": cell.key, **timed, "rows": []}))
+    cell.path(out).write_text(json.dumps(sealed({"key": cell.key, **timed, "rows": []})))
 
 
 def cell(study: str, method: str, seed: int, **shared: object) -> _grid.Cell:
@@ -79,7 +83,7 @@ def test_the_count_of_question_passes(tmp_path: Path) -> None:
     assert _estimate.question_passes(study, [cells["vglr-fc+full"], cells["vglr-fc"]]) == 3 * answered + trained
     assert _estimate.question_passes(study, [cells["temp-scale"]]) == answered + 9 * 20
     (tmp_path / "runs" / "vglr-fc-s0").mkdir(parents=True)
-    (tmp_path / "runs" / "vglr-fc-s0" / "run.json").write_text("{}")
+    (tmp_path / "runs" / "vglr-fc-s0" / "manifest.json").write_text("{}")
     assert _estimate.question_passes(study, [cells["vglr-fc"]]) == answered
 
 
@@ -104,3 +108,45 @@ def test_a_dry_run_gives_an_estimate_before_anything_was_timed(
     assert run(["demo", "--dry-run", "--out", str(tmp_path / "none"), "--workers", "1"]) == 0
     assert "timed yet" in capsys.readouterr().out
     assert not (tmp_path / "none").exists()
+
+
+def test_a_dry_run_opens_no_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: a folder that has none, of a model with eight MoE layers: cells by hand. A large model needs no tokenizer."""
+    bare = tmp_path / "bare"
+    shutil.copytree(model_path("map"), bare, ignore=shutil.ignore_patterns("*.safetensors"))
+    assert {file.suffix for file in bare.iterdir()} == {".json", ".jinja"}
+    more = ["--task", "demo", "--ood", "demo-far", "--methods", "map,vglr-fc", "--limit", "40", "--dry-run"]
+
+    def said(study: str) -> tuple[Counter[str], str]:
+        assert run(["study", study, "--model", str(bare), "--out", str(tmp_path / "none"), *more]) == 0
+        out = capsys.readouterr().out
+        return Counter(line.split()[0] for line in out.splitlines() if line.startswith("  ") and line.strip()), out
+
+    found, text = said("all")
+    assert found["temperature-sweep"] == 1 + 8
+    assert found["layer-count"] == 3 * len((1, 2, 4, 8))
+    assert found["calibration"] == 2
+    assert "by a batch timed now" in text
+    assert said("factors")[0]["factors"] > 10
+    monkeypatch.setattr(_estimate, "LARGEST", 1000)
+    (bare / "tokenizer.json").unlink()
+    again, text = said("all")
+    assert again == found
+    assert "no estimate" in text
+
+
+def test_of_a_large_model_the_questions_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: 20 test and 20 validation questions are answered by each of the two states, as they are trained already."""
+    monkeypatch.setattr(_estimate, "LARGEST", 1000)
+    study = Study(
+        model="demo", task="demo", out=tmp_path, methods=("map", "map-early"), limit=20, stage1=Plan(epochs=0)
+    )
+    found = _estimate.expected(grid("calibration", study), tmp_path)
+    said = _estimate.sentence([*found, _estimate.Expected(cell("toy", "a", 0), False, 12.0)], study)
+    assert said.startswith(
+        "about 12 s for 1 of the 3 cells left (by the times of finished cells); none like the other 2"
+    )
+    assert said.endswith("; 2 of them put 80 questions through the model, which is too large to be tried out")
+    assert "so there is no estimate; 2 of them put 80 questions" in _estimate.sentence(found, study)

@@ -13,16 +13,18 @@ import pytest
 import torch
 from train_workers import world
 
+import vmoer
 from vmoer import gates, metrics, tasks
-from vmoer.attach import attached, routers_of
+from vmoer.files import sealed
+from vmoer.live.attach import attached, reconfigured, routers_of
 from vmoer.models import open_model
 from vmoer.report.factors import section
-from vmoer.studies import STUDIES, Study, factors, grid
+from vmoer.routers import Search
+from vmoer.studies import STUDIES, Study, factor_rows, factors, grid
 from vmoer.studies._grid import compute
 from vmoer.studies._variants import prepare
-from vmoer.train import Plan, Running, Workers, encode_questions, train
 from vmoer.training.data import halves
-from vmoer.training.presets import GRIDS
+from vmoer.training.run import Data, Plan, Running, Stages, Workers, encode_questions, train
 from vmoer.training.stages import validation_nll
 
 
@@ -66,7 +68,7 @@ def test_the_size_of_tuned_noise_is_chosen_on_validation_and_that_of_fixed_noise
     tmp_path: Path, place: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Oracle: what the runs say was tried, with a study that searches and with one that does not."""
-    monkeypatch.setitem(GRIDS, "prior_scale", (0.1, 0.7))
+    monkeypatch.setattr(vmoer.MeanField, "search", Search("prior_scale", (0.1, 0.7), passes=8))
     study = small(place, tmp_path)
     for search in (False, True):
         here = dataclasses.replace(study, search=search, out=tmp_path / str(search))
@@ -107,8 +109,8 @@ def test_stopping_and_scoring_share_no_question(place: tuple[str, str], tmp_path
     found = {}
     for half in (True, False):
         out = tmp_path / str(half)
-        plans: dict[str, Any] = {"stage1_plan": Plan(epochs=0), "stage2_plan": plan, "running": Running()}
-        said = train(place[0], "sciq", "vglr-mf", out=out, data_root=place[1], half_validation=half, **plans)
+        stages, data = Stages(stage1=Plan(epochs=0), stage2=plan), Data(root=place[1], half_validation=half)
+        said = train(place[0], "sciq", "vglr-mf", out=out, stages=stages, data=data, running=Running())
         found[half] = said["stage2"]["best_validation_nll"]
         opened = open_model(out, device="cpu")
         by_hand = encode_questions(opened.tokenizer, stop if half else whole, 128)
@@ -128,7 +130,7 @@ def write(out: Path, level: dict[str, Any], averaging: str, log_probs: Any, answ
     columns |= {"log_probs": log_probs.tolist(), "prompt_tokens": [9] * n}
     pq.write_table(pa.table(columns), folder / averaging / "predictions.parquet")
     (folder / averaging / "meta.json").write_text(json.dumps({"model": "m", "source_task": "t", "split": split}))
-    (folder / "level.json").write_text(json.dumps(level))
+    (folder / "level.json").write_text(json.dumps(sealed(level)))
 
 
 def test_differences_are_paired_over_questions_and_seeds(tmp_path: Path) -> None:
@@ -144,7 +146,7 @@ def test_differences_are_paired_over_questions_and_seeds(tmp_path: Path) -> None
             level |= {"slug": name, "reference": "map"}
             write(tmp_path, level, "router", log_probs, answers, factors.SCORE)
             scores[name].append(metrics.nll_per_question(log_probs, answers))
-    rows = {(row["level"], row["metric"]): row for row in factors.summary(tmp_path)}
+    rows = {(row["level"], row["metric"]): row for row in factor_rows.summary(tmp_path)}
     ours, theirs = np.stack(scores["other"]), np.stack(scores["map"])
     row = rows["other", "nll_minus_map"]
     assert row["value"] == pytest.approx((ours - theirs).mean(), abs=1e-12)
@@ -160,8 +162,8 @@ def test_differences_are_paired_over_questions_and_seeds(tmp_path: Path) -> None
         moved = folder.with_name(folder.name.replace("map", factors.DEFAULT.slug))
         shutil.copytree(folder, moved)
         level = json.loads((moved / "level.json").read_text()) | {"slug": factors.DEFAULT.slug, "level": "default"}
-        (moved / "level.json").write_text(json.dumps(level))
-    again = {(row["level"], row["metric"]): row for row in factors.summary(tmp_path)}
+        (moved / "level.json").write_text(json.dumps(sealed(level)))
+    again = {(row["level"], row["metric"]): row for row in factor_rows.summary(tmp_path)}
     for end in ("value", "low", "high"):
         assert again["other", "nll_minus_default"][end] == again["other", "nll_minus_map"][end]
     assert again["map", "nll_minus_default"]["value"] == 0
@@ -216,7 +218,7 @@ def test_a_few_levels_and_the_section(place: tuple[str, str], tmp_path: Path) ->
     )  # of the experts there are, not of a sample
     assert spread["logit_spread"] == pytest.approx(value, rel=1e-3)
 
-    rows = factors.summary(tmp_path)
+    rows = factor_rows.summary(tmp_path)
     page = section(rows)
     shown = {(line[0].text, line[1].text, line[2].text) for line in page.tables[0].rows}
     assert {("default", "default", kind) for kind in ("router", "answer", "full")} <= shown
@@ -233,15 +235,40 @@ def test_a_few_levels_and_the_section(place: tuple[str, str], tmp_path: Path) ->
     assert sorted(path.stat().st_mtime_ns for path in tmp_path.rglob("predictions.parquet")) == before
 
 
-def test_points_are_replaced_where_only_they_change(place: tuple[str, str], tmp_path: Path) -> None:
-    """Oracle: the shape of the fixed points, and the trained heads, which are the default's own."""
+def test_points_are_replaced_where_only_they_change(
+    place: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the shape of the fixed points while questions are answered, the trained heads, which are the default's own, and
+    the number of samples in the files."""
     study = small(place, tmp_path, seeds=(0,))
     few = next(level for level in factors.levels(study, 2) if level.samples == 8)
-    opened, _ = factors.prepare_level(study, few, 0)
     default, _ = factors.prepare_level(study, factors.DEFAULT, 0)
-    for layer, router in routers_of(opened.model).items():
-        own = routers_of(default.model)[layer]
-        assert router.points().shape[0] == 8
-        assert own.points().shape[0] == 32
-        assert all((a == b).all() for a, b in zip(router.parameters(), own.parameters(), strict=True))
-    assert attached(opened.model).config == attached(default.model).config
+    real, seen = factors.predict_task, []
+
+    def predict_task(model: Any, *args: Any, **kwargs: Any) -> Any:
+        for layer, router in routers_of(model).items():
+            own = routers_of(default.model)[layer]
+            assert all((a == b).all() for a, b in zip(router.parameters(), own.parameters(), strict=True))
+            seen.append((router.points().shape[0], router.config.samples, attached(model).config.samples))
+        return real(model, *args, **kwargs)
+
+    monkeypatch.setattr(factors, "predict_task", predict_task)
+    factors.work(study, few, 0)
+    assert set(seen) == {(8, 8, 8)}
+    for averaging, passes in (("router", 1), ("answer", 8), ("full", 8)):
+        meta = json.loads((tmp_path / "factors" / "S-8-s0" / averaging / "meta.json").read_text())
+        assert (meta["config"]["samples"], meta["passes"]) == (8, passes)
+
+
+def test_settings_change_inside_the_block_alone(place: tuple[str, str], tmp_path: Path) -> None:
+    """Oracle: a model that was attached with these settings from the start."""
+    batch = {"input_ids": torch.arange(5, 17).view(2, 6)}
+    config = vmoer.FullCovariance(samples=32, seed=3)
+    model = vmoer.attach(open_model(place[0], device="cpu").model, config)
+    other = vmoer.attach(open_model(place[0], device="cpu").model, dataclasses.replace(config, samples=4))
+    before = vmoer.predict(model, batch)
+    with reconfigured(model, samples=4):
+        assert torch.equal(vmoer.predict(model, batch), vmoer.predict(other, batch))
+    assert torch.equal(vmoer.predict(model, batch), before)
+    assert not torch.equal(vmoer.predict(other, batch), before)
+    assert attached(model).config == config

@@ -78,6 +78,13 @@ SETS: dict[str, tuple[tuple[Any, ...], tuple[str, ...], dict[str, Any], str, tup
         "train",
         ("medmcqa-u-1", "Ice is?", tuple(FOUR), 3),
     ),
+    "mmlu": (
+        ("cais/mmlu", "all", None),
+        ("test", "validation", "dev", "auxiliary_train"),
+        {**MMLU, "subject": "astronomy"},
+        "test",
+        ("astronomy-test-0", "Is it theft?", tuple(FOUR), 2),
+    ),
     "mmlu_law": (
         ("cais/mmlu", "professional_law", None),
         ("test", "validation", "dev"),
@@ -129,6 +136,13 @@ def test_a_class_label_is_its_index(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = Dataset.from_list([MMLU]).cast_column("answer", ClassLabel(names=list("ABCD")))
     serve(monkeypatch, {"test": rows, "validation": rows, "dev": rows})
     assert load("mmlu_law", "test")[0].answer == 2
+
+
+def test_mmlu_leaves_professional_law_to_its_own_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    subjects = ("anatomy", "professional_law", "astronomy")
+    rows = Dataset.from_list([{**MMLU, "subject": subject} for subject in subjects])
+    serve(monkeypatch, {"test": rows, "validation": rows})
+    assert [question.id for question in load("mmlu", "test")] == ["anatomy-test-0", "astronomy-test-2"]
 
 
 def test_sciq_answers_are_spread_over_the_options_and_stay_right(monkeypatch: pytest.MonkeyPatch) -> None:

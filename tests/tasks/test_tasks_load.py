@@ -86,10 +86,10 @@ def test_unreadable_files_are_input_errors(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "hint"), [("openbook", "openbookqa"), ("arc-easy", "arc_easy"), ("mmlu", "mmlu_law")]
+    ("asked", "hint"), [("openbook", "openbookqa"), ("arc-easy", "arc_easy"), ("mmlu-law", "mmlu_law")]
 )
 def test_an_unknown_task_suggests_close_ones(asked: str, hint: str) -> None:
-    with pytest.raises(InputError, match=f"no task is named '{asked}': did you mean .*{hint}"):
+    with pytest.raises(InputError, match=f"unknown task '{asked}'; did you mean .*{hint}"):
         load(asked, "test")
 
 

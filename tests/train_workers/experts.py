@@ -22,7 +22,7 @@ from transformers.distributed import DistributedConfig
 
 import vmoer
 from train_workers.job import router_logits
-from vmoer.attach import routers_of
+from vmoer.live.attach import routers_of
 
 MASKED = {"model.layers.*.mlp.gate": "ep_router", "model.layers.*.mlp.experts": "moe_tp_experts"}
 PLANS = "ep_size" in DistributedConfig.__dataclass_fields__  # before 5.19 a model's one plan is all there is

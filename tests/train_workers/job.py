@@ -1,7 +1,7 @@
 """Training runs in processes of their own: `python job.py '{...}'`, started by the tests.
 
 `{"parallel": FOLDER}` runs stage 2 in two gloo processes on whole copies and sharded (FSDP2), and VMoERTrainer under DDP and
-FSDP2, each into a folder of its own; anything else are the arguments of `vmoer.train.train`.
+FSDP2, each into a folder of its own; anything else are the arguments of `vmoer.training.run.train`.
 """
 
 import json
@@ -22,11 +22,11 @@ import torch.distributed as dist
 
 import vmoer
 from train_workers import world
-from vmoer import store
-from vmoer.attach import routers_of
-from vmoer.train import Plan, Running, Workers, stage2, train
+from vmoer.live.attach import routers_of
+from vmoer.live.variational import VariationalGate
+from vmoer.saved import store
 from vmoer.training.lora import add_lora
-from vmoer.variational import VariationalGate
+from vmoer.training.run import Data, Plan, Running, Stages, Workers, stage2, train
 
 ROWS = 128
 CONFIGS = Path(__file__).parents[2] / "examples" / "accelerate"
@@ -106,7 +106,7 @@ def trainer(
     """Eight steps of VMoERTrainer on 16 rows each; the losses go to the folder."""
     import transformers as tf
 
-    from vmoer.trainer import VMoERTrainer
+    from vmoer.training.trainer import VMoERTrainer
 
     model = start(lora)
     examples = world.examples(ROWS, 1)
@@ -221,10 +221,10 @@ def run_train(job: dict[str, Any]) -> None:
     """The whole command; `die_at` kills the process with signal 9 once so many optimiser steps were made in it."""
     import signal
 
-    from vmoer.training import loop as module
+    from vmoer.training.steps import Steps
 
     die_at, made = job.pop("die_at"), 0
-    real = module._step
+    real = Steps.take
 
     def step(*args: Any, **kwargs: Any) -> Any:
         nonlocal made
@@ -233,11 +233,12 @@ def run_train(job: dict[str, Any]) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return real(*args, **kwargs)
 
-    module._step = step
+    Steps.take = step  # type: ignore[method-assign]
     method = vmoer.methods()[job.pop("method")](**job.pop("settings"))
-    plans = {name: Plan(**job.pop(name)) for name in ("stage1_plan", "stage2_plan")}
+    plans = {name: Plan(**job.pop(name)) for name in ("stage1", "stage2")}
+    stages, data = Stages(rank=job.pop("rank"), **plans), Data(root=job.pop("data_root"))
     warnings.simplefilter("ignore")
-    train(method=method, running=Running(checkpoint_every=3, log_every=2), **plans, **job)
+    train(method=method, running=Running(checkpoint_every=3, log_every=2), stages=stages, data=data, **job)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """The models of the benchmark: true shapes, random weights.
 
-DeepSeek-MoE-16B is built as a qwen2_moe model of its shape (a dense first layer, two shared experts as one of twice the
-width): the arithmetic is the same but for the shared expert's own gate, one column.
+DeepSeek-MoE-16B is described as its repository describes it, and built as it is opened (vmoer/deepseek.py).
 """
 
 import copy
@@ -12,6 +11,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from vmoer import deepseek
+
 
 @dataclass(frozen=True)
 class Geometry:
@@ -19,8 +20,13 @@ class Geometry:
     config: dict[str, Any]
     attached: int = 10
 
+    def configuration(self) -> Any:
+        if self.kind == deepseek.MODEL_TYPE:
+            return deepseek.configuration(self.config)
+        return AutoConfig.for_model(self.kind, **self.config)
+
     def build(self, device: str, dtype: torch.dtype) -> nn.Module:
-        config = AutoConfig.for_model(self.kind, **self.config)
+        config = self.configuration()
         torch.manual_seed(0)
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -28,8 +34,8 @@ class Geometry:
 
     def layers(self) -> list[int]:
         """As many layers as are to be attached, evenly spread over those that have experts."""
-        total = self.config["num_hidden_layers"]
-        sparse = [i for i in range(total) if i not in self.config.get("mlp_only_layers", [])]
+        dense = getattr(self.configuration(), "mlp_only_layers", [])
+        sparse = [i for i in range(self.config["num_hidden_layers"]) if i not in dense]
         count = min(self.attached, len(sparse))
         return [sparse[(2 * i + 1) * len(sparse) // (2 * count)] for i in range(count)]
 
@@ -72,21 +78,21 @@ GEOMETRIES = {
         },
     ),
     "deepseek-moe-16b": Geometry(
-        "qwen2_moe",
+        "deepseek",
         {
             "vocab_size": 102400,
             "hidden_size": 2048,
             "intermediate_size": 10944,
             "moe_intermediate_size": 1408,
-            "shared_expert_intermediate_size": 2816,
             "num_hidden_layers": 28,
-            "mlp_only_layers": [0],
+            "first_k_dense_replace": 1,
             "num_attention_heads": 16,
             "num_key_value_heads": 16,
-            "num_experts": 64,
+            "n_routed_experts": 64,
+            "n_shared_experts": 2,
             "num_experts_per_tok": 6,
             "norm_topk_prob": False,
-            "max_position_embeddings": 32768,
+            "max_position_embeddings": 4096,
         },
     ),
     "qwen3-30b-a3b": Geometry(

@@ -12,8 +12,8 @@ Work = Callable[[], Any]
 
 
 def seconds(work: Work, device: str, repeats: int = 1) -> float:
-    """By device events on a GPU, by the clock elsewhere: the processor's own where one thread works, which neighbours do not
-    disturb."""
+    """Seconds of one run: by device events on a GPU; on a CPU by the clock, or by the process's own time where one thread works,
+    which other processes do not disturb."""
     if device == "cpu":
         clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
         start = clock()
@@ -33,7 +33,7 @@ def seconds(work: Work, device: str, repeats: int = 1) -> float:
 def interleaved(
     variants: dict[str, Work], device: str, rounds: int, repeats: int = 1, warm_up: int = 1
 ) -> dict[str, list[float]]:
-    """Each variant once a round, in an order of its own: what runs before leaves the clocks and caches otherwise."""
+    """Each variant once a round, in a random order: what ran before changes clocks and caches."""
     names = list(variants)
     shuffle = random.Random(0).shuffle
     for name in names:
@@ -49,7 +49,7 @@ def interleaved(
 def between(
     variants: dict[str, Work], base: Work, device: str, rounds: int, repeats: int = 1
 ) -> dict[str, list[tuple[float, float]]]:
-    """Each variant once a round, in an order of its own, between two runs of the base: its seconds, and the mean of theirs.
+    """Each variant once a round, in a random order, between two runs of the base: its seconds, and the mean of theirs.
 
     A chip's clock drifts by more than what is to be measured; over three runs it hardly does.
     """

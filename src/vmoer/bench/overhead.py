@@ -16,7 +16,6 @@ answers of 64 prompts of 1,024 tokens, each averaged over 32 routing samples of 
 """
 
 import gc
-import json
 import platform
 import statistics
 import sys
@@ -30,11 +29,9 @@ import torch
 import transformers
 from torch import nn
 
-import vmoer
-from vmoer import kernels
+from vmoer._version import __version__
 from vmoer.bench.geometries import GEOMETRIES, SMALL, Geometry
 from vmoer.bench.measure import Work, between, captured, ceilings, interleaved, ratio
-from vmoer.bench.router import floor, routers
 from vmoer.bench.subjects import (
     DEVICE,
     DTYPE,
@@ -42,17 +39,26 @@ from vmoer.bench.subjects import (
     Prefill,
     attached,
     configurations,
+    floor,
+    is_slow,
     own_bytes,
     recorded,
+    routers,
     with_novelty,
 )
-from vmoer.files import write_json, write_text
+from vmoer.files import read_json, write_json, write_text
+from vmoer.inference.averaging import predict
+from vmoer.numerics import kernels
+from vmoer.report.tables import grid
 
 PLAIN = "map"
-SLOW = ("mcdr", "listing", "swag")  # far from what they are compared with: half the rounds will do
 PASSES, PROMPTS = 32, 64  # of answer averaging: routing samples, and prompts at a time
 KNOWN = GEOMETRIES if DEVICE == "cuda" else SMALL
-METHODS = (*configurations([]), "novelty", f"answer-{PASSES}")
+
+
+def methods() -> list[str]:
+    """All that can be measured: what is trained, the listing, and the rows `novelty` and `answer-32`."""
+    return [*configurations(), "novelty", f"answer-{PASSES}"]
 
 
 def timed(works: dict[str, Work], graph: bool, rounds: int, about: dict[str, Any]) -> list[dict[str, Any]]:
@@ -70,7 +76,9 @@ def timed(works: dict[str, Work], graph: bool, rounds: int, about: dict[str, Any
     rows = []
     if PLAIN in variants:
         base, repeats = variants.pop(PLAIN), 8 if graph and about["tokens"] <= 1024 else 1
-        slow = {name: variants.pop(name) for name in SLOW if name in variants}
+        # these take several times as long as the others: half the rounds show it
+        known = configurations()
+        slow = {name: variants.pop(name) for name in [*variants] if name in known and is_slow(known[name])}
         pairs = between(variants, base, DEVICE, rounds, repeats)
         if slow:
             pairs |= between(slow, base, DEVICE, max(2, rounds // 2), repeats)
@@ -92,9 +100,7 @@ def answers(geometry: str, plain: nn.Module, model: nn.Module, tokens: int, roun
     """Answers averaged over PASSES routing samples of the last token, against one pass over the same prompts."""
     prefill = Prefill(plain, tokens)
     works = {PLAIN: prefill.of(plain), "vglr-fc": prefill.of(model)}
-    works[f"answer-{PASSES}"] = lambda: vmoer.predict(
-        model, {"input_ids": prefill.ids}, averaging="answer", passes=PASSES
-    )
+    works[f"answer-{PASSES}"] = lambda: predict(model, {"input_ids": prefill.ids}, averaging="answer", passes=PASSES)
     about = {"geometry": geometry, "phase": "answer", "tokens": tokens, "batch": prefill.batch}
     return timed(works, False, rounds, about)
 
@@ -128,8 +134,7 @@ def router_alone(
     models: dict[str, nn.Module], geometry: Geometry, tokens: int, rounds: int, ceiling: dict[str, float]
 ) -> list[dict[str, Any]]:
     """Each method's router on random states, by graph replay where that is possible, beside its floor."""
-    hidden = geometry.config["hidden_size"]
-    states = torch.randn(tokens, hidden, device=DEVICE, dtype=DTYPE)
+    states = torch.randn(tokens, geometry.config["hidden_size"], device=DEVICE, dtype=DTYPE)
     layer = geometry.layers()[0]
     first = next(model for name, model in models.items() if name != PLAIN)
     path = next(name for name, m in first.named_modules() if m is routers(first)[0])
@@ -146,11 +151,10 @@ def router_alone(
         except Exception:
             clean()
             variants[name] = run
-    experts = geometry.config.get("num_local_experts") or geometry.config["num_experts"]
     times = interleaved(variants, DEVICE, rounds, repeats=8 if DEVICE == "cuda" else 1)
     rows = []
     for name, values in times.items():
-        least = floor(name, tokens, hidden, experts, ceiling)
+        least = None if name == PLAIN else floor(routers(models[name])[0].vmoer, tokens, ceiling)
         median = statistics.median(values)
         rows.append(
             {
@@ -167,11 +171,11 @@ def router_alone(
 
 
 def measure(
-    name: str, geometry: Geometry, quick: bool, ceiling: dict[str, float], methods: Sequence[str]
+    name: str, geometry: Geometry, quick: bool, ceiling: dict[str, float], wanted: Sequence[str]
 ) -> dict[str, list[dict[str, Any]]]:
     start = time.perf_counter()
     plain, known = geometry.build(DEVICE, DTYPE), configurations(geometry.layers())
-    models = {PLAIN: plain} | {key: attached(plain, known[key]) for key in known if key in methods}
+    models = {PLAIN: plain} | {key: attached(plain, known[key]) for key in known if key in wanted}
     print(f"{name}: built in {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
     gpu = DEVICE == "cuda"
     rounds = 3 if quick else 5
@@ -182,7 +186,7 @@ def measure(
         works = {name: prefill.of(model) for name, model in models.items()}
         memory[tokens] = peak(models, prefill)
         about = {"geometry": name, "phase": "prefill", "tokens": tokens, "batch": prefill.batch}
-        if tokens == sizes[-1] and "novelty" in methods:
+        if tokens == sizes[-1] and "novelty" in wanted:
             novelty = with_novelty(plain, geometry.layers())
             works["novelty"] = recorded(novelty, prefill.of(novelty))
         if len(works) == 1:
@@ -191,7 +195,7 @@ def measure(
         if gpu and tokens <= 1024:
             rows += timed(works, True, rounds, about)
         clean()
-    if f"answer-{PASSES}" in methods:
+    if f"answer-{PASSES}" in wanted:
         full = models.get("vglr-fc") or attached(plain, known["vglr-fc"])
         rows += answers(name, plain, full, PROMPTS * 1024 if gpu else sizes[-1], rounds)
     for batch in (([16] if quick else [1, 16, 64]) if gpu else [1, 4]) if len(models) > 1 else ():
@@ -228,7 +232,7 @@ def machine() -> dict[str, Any]:
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "triton": triton_version,
-            "vmoer": vmoer.__version__,
+            "vmoer": __version__,
         },
     }
 
@@ -246,8 +250,7 @@ def table(report: dict[str, Any]) -> str:
         rows = [row for row in report["rows"] if row["geometry"] == geometry]
         columns = list(dict.fromkeys((r["phase"], r["tokens"], r["launch"]) for r in rows))
         heads = [f"{phase} {tokens}{' g' if launch == 'graph' else ''}" for phase, tokens, launch in columns]
-        lines += ["", f"## {geometry}", "", "| method | " + " | ".join(heads) + " | memory | router us | x floor |"]
-        lines += ["|---" * (len(columns) + 4) + "|"]
+        body = []
         largest = max(row["tokens"] for row in rows if row["phase"] == "prefill")
         for method in dict.fromkeys(row["method"] for row in rows):
             own = {(r["phase"], r["tokens"], r["launch"]): r for r in rows if r["method"] == method}
@@ -262,7 +265,8 @@ def table(report: dict[str, Any]) -> str:
             cells.append("-" if memory is None else f"{100 * (memory - 1):+.2f}")
             cells.append("-" if alone is None else f"{1e6 * alone['seconds']:.0f}")
             cells.append("-" if alone is None or alone["over_floor"] is None else f"{alone['over_floor']:.1f}")
-            lines.append(f"| {method} | " + " | ".join(cells) + " |")
+            body.append([method, *cells])
+        lines += ["", f"## {geometry}", "", *grid(["method", *heads, "memory", "router us", "x floor"], body)]
         plain = [r for r in rows if r["method"] == PLAIN and r["seconds"]]
         shown = ", ".join(f"{r['phase']} {r['tokens']} {1e3 * r['seconds']:.1f}" for r in plain)
         lines += ["", f"Plain model, ms: {shown}."]
@@ -283,14 +287,15 @@ def merged(before: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[dic
 
 
 def run(
-    names: list[str], out: Path | None, quick: bool, say: Callable[[str], object], methods: Sequence[str] = METHODS
+    names: list[str], out: Path | None, quick: bool, say: Callable[[str], object], wanted: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Measure methods at geometries; what a file holds of others is kept."""
+    """Measure methods at geometries, all of them where none are named; what a file holds of others is kept."""
+    wanted = wanted or methods()
     # transformers looks for packed rows on the host, which would forbid a graph; there are none here
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
     report: dict[str, Any] = {"machine": machine(), "ceilings": {}, "rows": [], "routers": []}
     if out is not None and out.exists():
-        before, some = json.loads(out.read_text()), set(methods) != set(METHODS)
+        before, some = read_json(out), set(wanted) != set(methods())
         for key in ("rows", "routers"):
             report[key] = [row for row in before.get(key, []) if row["geometry"] not in names or some]
         if report["routers"]:
@@ -299,7 +304,7 @@ def run(
     with torch.no_grad():
         for name in names:
             say(f"{name} ...")
-            found = measure(name, KNOWN[name], quick, report["ceilings"], methods)
+            found = measure(name, KNOWN[name], quick, report["ceilings"], wanted)
             for key, rows in found.items():
                 report[key] = merged(report[key], rows)
             clean()

@@ -1,15 +1,18 @@
 """What is timed: a model under each method, and the passes that are asked of it."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-import vmoer
 from vmoer.bench.geometries import twin
 from vmoer.bench.listing import Listing
 from vmoer.bench.measure import Work
-from vmoer.bench.router import routers
+from vmoer.live.attach import attach, record
+from vmoer.live.fitting import fit
+from vmoer.live.variational import VariationalGate
+from vmoer.routers import Config, Deterministic, Router, methods
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
@@ -17,33 +20,64 @@ CONTEXT = 1024  # tokens in the cache a decode step attends to
 RANK = 128  # of novelty
 
 
-def configurations(layers: list[int]) -> dict[str, Any]:
-    return {
-        "vglr-mf": vmoer.MeanField(layers=layers),
-        "vglr-fc": vmoer.FullCovariance(layers=layers),
-        "vglr-lr": vmoer.LowRank(layers=layers),
-        "vtsr": vmoer.VariationalTemperature(layers=layers),
-        "mcdr": vmoer.MCDropout(layers=layers, samples=35),
-        "listing": Listing(layers=layers, samples=35),
-        "swag": vmoer.SWAG(layers=layers, samples=35),
-    }
+def configurations(layers: Sequence[int] | Literal["all"] = "all") -> dict[str, Config]:
+    """Every method that is trained, and the paper's listing. Those that sample weights take the paper's 35 samples."""
+    networks: dict[str, Config] = {}
+    weights: dict[str, Config] = {}
+    kind: Any
+    for key, kind in methods().items():
+        if kind().trains == "network":
+            networks[key] = kind(layers=layers)
+        elif kind().trains == "weights":
+            weights[key] = kind(layers=layers, samples=35)
+    return networks | weights | {Listing.key: Listing(layers=layers)}
 
 
-def attached(model: nn.Module, config: Any) -> nn.Module:
+def is_slow(config: Config) -> bool:
+    """Whether it takes several times as long as the others."""
+    return config.trains == "weights" or isinstance(config, Listing)
+
+
+def attached(model: nn.Module, config: Config) -> nn.Module:
     """The same weights with the method on them, in the state it would have after training: random heads, snapshots taken."""
-    other = vmoer.attach(twin(model), config)
+    other = attach(twin(model), config)
     generator = torch.Generator(device=DEVICE).manual_seed(0)
     for gate in routers(other):
         method = gate.vmoer
         for parameter in method.parameters():
             noise = torch.randn(parameter.shape, generator=generator, device=DEVICE)
             parameter.data.add_(noise * 0.02 * parameter.shape[-1] ** -0.5)
-        if hasattr(method, "collect"):
-            for _ in range(config.rank):
-                method.delta.data.add_(torch.randn(method.delta.shape, generator=generator, device=DEVICE) * 1e-3)
-                method.collect()
+        for _ in range(config.snapshots):
+            for parameter in method.parameters():
+                parameter.data.add_(torch.randn(parameter.shape, generator=generator, device=DEVICE) * 1e-3)
+            method.collect()
         method.to(DTYPE)
     return other.eval().requires_grad_(False)
+
+
+def routers(model: nn.Module) -> list[VariationalGate]:
+    return [module for module in model.modules() if isinstance(module, VariationalGate)]
+
+
+def floor(router: Router, tokens: int, ceilings: dict[str, float]) -> float | None:
+    """Seconds below which no router of this kind can go: each stage at the machine's own rate or bandwidth, bfloat16.
+
+    A stage reads its inputs and writes its outputs once; the products and the averaging are stages of their own. None where
+    there is no inference network.
+    """
+    work = router.work()
+    if work is None:
+        return None
+    outputs, averaging = work
+    hidden, experts = router.gate.hidden_size, router.gate.num_experts
+    answer = tokens * experts * 4
+
+    def stage(count: float, traffic: float) -> float:
+        return max(2 * count / ceilings["flops_per_second"], traffic / ceilings["bytes_per_second"])
+
+    products = [(hidden, experts), (hidden, hidden // 4), (hidden // 4, outputs)]
+    total = sum(stage(tokens * a * b, 2 * (tokens * (a + b) + a * b)) for a, b in products)
+    return total + stage(tokens * averaging, 2 * tokens * outputs + 2 * answer)
 
 
 def own_bytes(model: nn.Module) -> int:
@@ -52,8 +86,8 @@ def own_bytes(model: nn.Module) -> int:
 
 
 def with_novelty(plain: nn.Module, layers: list[int]) -> nn.Module:
-    model = vmoer.attach(twin(plain), vmoer.Deterministic(layers=layers)).eval().requires_grad_(False)
-    vmoer.fit(model, [{"input_ids": Prefill(plain, 4096 if DEVICE == "cuda" else 256).ids}], rank=RANK)
+    model = attach(twin(plain), Deterministic(layers=layers)).eval().requires_grad_(False)
+    fit(model, [{"input_ids": Prefill(plain, 4096 if DEVICE == "cuda" else 256).ids}], rank=RANK)
     return model
 
 
@@ -61,7 +95,7 @@ def recorded(model: nn.Module, run: Work) -> Work:
     """The same inside `vmoer.record`: signals are computed for every token."""
 
     def work() -> Tensor:
-        with vmoer.record(model):
+        with record(model):
             return run()
 
     return work

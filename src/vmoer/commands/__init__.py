@@ -1,1 +1,1 @@
-"""One command a file: its options, what it calls, what it prints. Heavy imports happen inside; `vmoer.cli` registers them."""
+"""One command a file: its options, what it calls, what it prints. `vmoer.cli` imports a file when its command is called."""

@@ -1,192 +1,159 @@
 """`vmoer ask MODEL "question"`: an answer with its uncertain tokens marked, or none where it is too uncertain.
 
 A token is marked by the probability it was chosen with, or by a signal of the routers; in colour on a terminal, elsewhere by
-brackets. `--abstain-above` takes a number, held against the answer's score, or a file of `vmoer threshold`, held against the
-signal that the file names. A file chosen on letters is meant for questions with options (`--choice`); held against a free
-answer, it is read at that answer's first token, where a letter would have been, and a note says that it promises nothing there.
-Options' probabilities are those at the file's output temperature; signals are the model's own, which the threshold is on.
+brackets. `--abstain-above` takes a number or a file of `vmoer threshold`.
 """
 
 import json
 import math
-import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import typer
+from rich.console import Console
+from rich.text import Text
 
-from vmoer.commands._shared import Device, Dtype, Json, check_device, quiet
-from vmoer.commands.threshold import LETTERS, TEXT, read_threshold, shown
+from vmoer.commands._shared import Device, Dtype, Json, NoCalibrator, check_device, quiet
 from vmoer.errors import InputError
+from vmoer.evaluation.ask import Asked, answer_choice, answer_text, judge
+from vmoer.evaluation.threshold import Threshold, read_threshold
+from vmoer.live.attach import attachment_of
+from vmoer.models import Opened, open_model
+from vmoer.saved.calibrator import of
+from vmoer.saved.fetch import locate
+from vmoer.saved.store import put_on, read_folder
+from vmoer.tasks import LETTERS
 
-if TYPE_CHECKING:
-    from vmoer.generation import Answer
-    from vmoer.models import Opened
-
-UNSURE, DOUBTFUL = "yellow", "bold underline red"
+STYLES = ("", "yellow", "bold underline red")  # of marks 0, 1 and 2
 LIKELY, EVEN = 0.9, 0.5  # probabilities from which a token is not marked, and below which it is marked twice
 
 
-class Limit(NamedTuple):
-    """Above what to abstain; `file` is what `vmoer threshold` wrote, None where a number was given."""
-
-    value: float
-    file: dict[str, Any] | None
-
-
-class Reading(NamedTuple):
-    """An answer as it is printed: its pieces with their marks (0 to 2), what the marks mean, and what it is judged by."""
+class Shown(NamedTuple):
+    """An answer as it is printed: its pieces with their marks (0 to 2), what marks 1 and 2 mean, and the lines below."""
 
     pieces: list[tuple[str, int]]
     legend: list[str]
-    judged: dict[str, float]
-    score: str
-    shown: list[str]
-    record: dict[str, Any]
+    lines: list[str]
 
 
 def ask(
     model: Annotated[str, typer.Argument(help="A hub id, a local folder, a run folder, or demo.")],
     question: Annotated[str, typer.Argument(help="What to ask.")],
     router: Annotated[str | None, typer.Option(help="A run of `vmoer train`, or a folder of `vmoer.save`.")] = None,
-    choice: Annotated[list[str] | None, typer.Option(help="An option to choose from; give it for each.")] = None,
+    choice: Annotated[list[str] | None, typer.Option(help="An option to choose from; repeat it for each.")] = None,
     abstain_above: Annotated[
-        str | None, typer.Option(help="A number, or a file of `vmoer threshold`: say nothing where it is exceeded.")
+        str | None, typer.Option(help="A number, or a file of `vmoer threshold`: no answer where it is exceeded.")
     ] = None,
     score: Annotated[str | None, typer.Option(help="The score of the answer; by default sequence_nll.")] = None,
     mark: Annotated[str, typer.Option(help="What tokens are marked by: probability, or a signal.")] = "probability",
     max_new_tokens: Annotated[int, typer.Option(help="The longest answer.")] = 128,
     passes: Annotated[int | None, typer.Option(help="Routing samples to average over; needed by some scores.")] = None,
-    seed: Annotated[int, typer.Option(help="Of methods that draw fresh noise.")] = 0,
+    seed: Annotated[int, typer.Option(help="The seed of methods that draw fresh noise.")] = 0,
     device: Device = None,
     dtype: Dtype = None,
+    no_calibrator: NoCalibrator = False,
     as_json: Json = False,
 ) -> None:
     """Ask a question: the answer with its uncertain tokens marked, and a score; or nothing where that is too high."""
-    limit = parse_limit(abstain_above)
-    if limit and limit.file and limit.file["form"] == TEXT and choice:
+    threshold = _threshold(abstain_above)
+    if threshold and threshold.form == "text" and choice:
         raise InputError(f"{abstain_above} was chosen on free answers: leave --choice out")
     if choice and len(choice) < 2:
-        raise InputError("one --choice is no question: give it for each option")
+        raise InputError("one --choice is not enough: give one for each option")
     quiet()
-    check_device(device, dtype)
+    check_device(device)
     opened = _open(model, router, device, dtype)
+    if no_calibrator:
+        opened = opened._replace(calibrator=None)
+    how: dict[str, Any] = {"threshold": threshold, "score": score, "passes": passes, "seed": seed}
     if choice:
-        reading = _of_letter(opened, question, choice, limit, score, passes, seed)
+        asked = answer_choice(opened, question, choice, **how)
     else:
-        reading = _of_text(opened, question, limit, score, mark, max_new_tokens, passes, seed)
-    name, value = _judged(reading, limit, opened)
-    abstained = limit is not None and not value <= limit.value
+        asked = answer_text(opened, question, max_new_tokens=max_new_tokens, **how)
+    shown = _choice(asked, choice, threshold) if choice else _text(asked, mark)
+    signal, value, abstained = judge(asked, threshold, opened.model)
     if as_json:
-        said = {"question": question, "abstained": abstained} | ({} if abstained else reading.record)
-        said |= {"signal": name, "value": value, "threshold": None if limit is None else limit.value}
+        said = {"question": question, "abstained": abstained} | ({} if abstained else asked.record)
+        said |= {"signal": signal, "value": value, "threshold": None if threshold is None else threshold.value}
         print(json.dumps(said, indent=2))
-    elif limit is not None and abstained:
-        print(f"I do not answer: {name} is {value:.4g}, above {shown(limit.value)}{_why(limit)}")
+    elif threshold is not None and abstained:
+        print(f"I do not answer: {signal} is {value:.4g}, above {threshold}{_why(threshold)}")
     else:
-        show(reading)
+        _show(shown)
 
 
-def parse_limit(text: str | None) -> Limit | None:
+def _threshold(text: str | None) -> Threshold | None:
     if text is None:
         return None
     try:
         value = float(text)
     except ValueError:
-        file = read_threshold(Path(text))
-        return Limit(float(file["threshold"]), file)
+        return read_threshold(Path(text))
     if math.isnan(value):
         raise InputError("--abstain-above nan: give a number, or a threshold file")
-    return Limit(value, None)
+    return Threshold(value, {})
 
 
-def _why(limit: Limit) -> str:
-    if limit.file is None or "risk" not in limit.file:
-        return ""
-    return f" (for a risk of {limit.file['risk']:g} with confidence {limit.file['confidence']:g})"
-
-
-def _open(model: str, router: str | None, device: str | None, dtype: str | None) -> "Opened":
-    from vmoer.attach import attachment_of
-    from vmoer.models import open_model
-    from vmoer.store import load
-
+def _open(model: str, router: str | None, device: str | None, dtype: str | None) -> Opened:
     opened = open_model(model, device=device, dtype=dtype)
     if router is None:
         return opened
     if attachment_of(opened.model) is not None:
         raise InputError(f"{model} is a run with routers of its own: leave --router out, or name its base model")
-    return opened._replace(model=load(opened.model, router).eval())
+    saved = read_folder(locate(router))
+    return opened._replace(model=put_on(opened.model, saved, router).eval(), calibrator=of(saved))
 
 
-def _judged(reading: Reading, limit: Limit | None, opened: "Opened") -> tuple[str, float]:
-    """The value that decides, with its name."""
-    if limit is None or limit.file is None:
-        return reading.score, reading.judged[reading.score]
-    name = limit.file["signal"]
-    if name not in reading.judged:
-        raise InputError(f"this answer has no {name}, which the threshold is on: it has {', '.join(reading.judged)}")
-    from vmoer.attach import attachment_of
-
-    attachment = attachment_of(opened.model)
-    method = "map" if attachment is None else attachment.config.key
-    if limit.file.get("method") not in (None, method):
-        warnings.warn(f"the threshold was chosen for {limit.file['method']}, and this is {method}", stacklevel=1)
-    return name, reading.judged[name]
+# -- printing ----------------------------------------------------------------------------------------------------------
 
 
-# -- a free answer -----------------------------------------------------------------------------------------------------
+def _why(threshold: Threshold) -> str:
+    if "risk" not in threshold.file:
+        return ""
+    return f" (for a risk of {threshold.file['risk']:g} with confidence {threshold.file['confidence']:g})"
 
 
-def _of_text(
-    opened: "Opened",
-    question: str,
-    limit: Limit | None,
-    score: str | None,
-    mark: str,
-    max_new_tokens: int,
-    passes: int | None,
-    seed: int,
-) -> Reading:
-    from vmoer.generation import SCORE, Answer, generate
+def _text(asked: Asked, mark: str) -> Shown:
+    tokens = asked.record["tokens"]
+    marks, legend = _marks(tokens, mark)
+    line = f"{asked.score} {asked.record['score']:.4g}: {_meaning(asked.score)}; {len(tokens)} tokens"
+    return Shown([(token["text"], m) for token, m in zip(tokens, marks, strict=True)], legend, [line])
 
-    file = limit.file if limit and limit.file else {}
-    own = file.get("form") == TEXT
-    if passes is None:
-        passes = int(file.get("passes") or 0) if own else 0
-    prompt: Any = [{"role": "user", "content": question}]
-    more: dict[str, Any] = {}
-    if not getattr(opened.tokenizer, "chat_template", None):
-        prompt, more = f"Question: {question}\nAnswer:", {"stop_strings": ["\n"]}
-    found = generate(
-        *(opened.model, opened.tokenizer, prompt),
-        max_new_tokens=max_new_tokens,
-        passes=passes,
-        score=score or SCORE,
-        seed=seed,
-        **more,
-    )
-    assert isinstance(found, Answer)
-    if score is None:
-        score = file["signal"] if own and file["signal"] in found.scores else SCORE
-    judged = dict(found.scores)
-    if file.get("form") == LETTERS:
-        judged = {name: values[0] for name, values in found.signals.items()}
-        judged["least_confidence"] = -math.expm1(found.log_probs[0])
-        warnings.warn(
-            f"the threshold was chosen on the letters of {file.get('task')}: for a free answer, read at its first token, it "
-            "promises nothing",
-            stacklevel=1,
+
+def _choice(asked: Asked, options: list[str], threshold: Threshold | None) -> Shown:
+    said = asked.record
+    lines = [f"{LETTERS[i]}. {options[i]}: {p:.3f}" for i, p in enumerate(said["probabilities"])]
+    lines.append(f"{asked.score} {said['score']:.4g}")
+    if said["temperature"] is not None and threshold is not None:
+        task = threshold.file.get("task")
+        lines.append(
+            f"probabilities at temperature {said['temperature']:.3g}, fitted on validation questions of {task}"
         )
-        judged[score] = found.scores[score]
-    marks, legend = _marks(found, mark)
-    tokens = [
-        {"text": piece, "log_prob": log_prob, **{name: values[n] for name, values in found.signals.items()}}
-        for n, (piece, log_prob) in enumerate(zip(found.pieces, found.log_probs, strict=True))
-    ]
-    record = {"text": found.text.strip(), "tokens": tokens, "score": found.scores[score], "scores": found.scores}
-    shown = [f"{score} {found.scores[score]:.4g}: {_meaning(score)}; {len(found.tokens)} tokens"]
-    return Reading(list(zip(found.pieces, marks, strict=True)), legend, judged, score, shown, record)
+    if said["calibrator"] is not None:
+        lines.append(
+            "calibrated by {kind}, fitted on {questions} validation questions of {task}".format(**said["calibrator"])
+        )
+    marks, legend = _by_probability([max(said["probabilities"])])
+    return Shown([(f"{said['letter']}. {said['text']}", marks[0])], legend, lines)
+
+
+def _marks(tokens: list[dict[str, Any]], mark: str) -> tuple[list[int], list[str]]:
+    """0, 1 or 2 for each token, and what 1 and 2 mean."""
+    if mark == "probability":
+        return _by_probability([math.exp(token["log_prob"]) for token in tokens])
+    signals = [name for name in tokens[0] if name not in ("text", "log_prob")]
+    if mark not in signals:
+        raise InputError(f"mark={mark!r}: choose one of probability, {', '.join(signals)}")
+    values = [token[mark] for token in tokens]
+    ranked = sorted((token[mark] for token in tokens if token["text"]), reverse=True) or values
+    third, tenth = (ranked[math.ceil(len(ranked) / parts) - 1] for parts in (3, 10))
+    marks = [2 if value >= tenth else 1 if value >= third else 0 for value in values]
+    return marks, [f"{mark} from {third:.4g}, the answer's highest third", f"from {tenth:.4g}, its highest tenth"]
+
+
+def _by_probability(chances: list[float]) -> tuple[list[int], list[str]]:
+    marks = [0 if p >= LIKELY else 1 if p >= EVEN else 2 for p in chances]
+    return marks, [f"probability below {LIKELY:g}", f"below {EVEN:g}"]
 
 
 def _meaning(score: str) -> str:
@@ -201,97 +168,17 @@ def _meaning(score: str) -> str:
     return known.get(score) or f"{'the largest' if kind == 'max' else 'the mean'} {signal} of a token"
 
 
-def _marks(answer: "Answer", mark: str) -> tuple[list[int], list[str]]:
-    """0, 1 or 2 for each token, and what 1 and 2 mean."""
-    if mark == "probability":
-        chances = [math.exp(log_prob) for log_prob in answer.log_probs]
-        marks = [0 if p >= LIKELY else 1 if p >= EVEN else 2 for p in chances]
-        return marks, [f"probability below {LIKELY:g}", f"below {EVEN:g}"]
-    if mark not in answer.signals:
-        raise InputError(f"mark={mark!r}: choose one of probability, {', '.join(answer.signals)}")
-    values = answer.signals[mark]
-    ranked = (
-        sorted((value for value, piece in zip(values, answer.pieces, strict=True) if piece), reverse=True) or values
-    )
-    third, tenth = (ranked[math.ceil(len(ranked) / parts) - 1] for parts in (3, 10))
-    marks = [2 if value >= tenth else 1 if value >= third else 0 for value in values]
-    return marks, [f"{mark} from {third:.4g}, the answer's highest third", f"from {tenth:.4g}, its highest tenth"]
-
-
-# -- a choice between options ------------------------------------------------------------------------------------------
-
-
-def _of_letter(
-    opened: "Opened",
-    question: str,
-    choices: list[str],
-    limit: Limit | None,
-    score: str | None,
-    passes: int | None,
-    seed: int,
-) -> Reading:
-    """As `vmoer eval` answers: by the letters' probabilities where the prompt ends."""
-    import numpy as np
-
-    from vmoer.generation import ready
-    from vmoer.metrics import apply_temperature
-    from vmoer.predict import _context, _seeded, answer, collate
-    from vmoer.predictions import SIGNALS
-    from vmoer.tasks import LETTERS as ALPHABET
-    from vmoer.tasks import Question
-    from vmoer.tasks.prompt import encode, letter_ids
-
-    file = limit.file if limit and limit.file else {}
-    averaging: Any = file.get("averaging") or ("full" if passes else "router")
-    passes = passes or int(file.get("passes") or 8)
-    model, n = opened.model, len(choices)
-    if n > len(ALPHABET):
-        raise InputError(f"{n} options, and at most {len(ALPHABET)} can be asked for")
-    asked = Question("asked", question, tuple(choices), 0, "ask", "ask")
-    (prompt,) = encode(opened.tokenizer, [asked], _context(model))
-    with ready(model), _seeded(str(seed), model):
-        found = answer(model, collate([prompt], model), letter_ids(opened.tokenizer, n), [n], averaging, passes)
-    chances = [math.exp(value) for value in found["log_probs"][0]]
-    judged = {name: found[name][0] for name in SIGNALS if found[name][0] is not None}
-    judged |= {"least_confidence": 1 - max(chances), "prompt_tokens": float(len(prompt))}
-    score = score or "predictive_entropy"
-    if score not in judged:
-        raise InputError(f"score={score!r}: choose one of {', '.join(judged)}")
-    temperature = file.get("temperature")
-    if temperature is not None:
-        chances = np.exp(apply_temperature([found["log_probs"][0]], temperature)[0]).tolist()
-    best = max(range(n), key=lambda i: chances[i])
-    text, p = f"{ALPHABET[best]}. {choices[best]}", chances[best]
-    shown = [f"{ALPHABET[i]}. {choices[i]}: {chances[i]:.3f}" for i in range(n)] + [f"{score} {judged[score]:.4g}"]
-    if temperature is not None:
-        shown.append(
-            f"probabilities at temperature {temperature:.3g}, fitted on validation questions of {file.get('task')}"
-        )
-    record: dict[str, Any] = {"text": choices[best], "letter": ALPHABET[best], "probabilities": chances}
-    record |= {"temperature": temperature, "signals": judged}
-    mark = 0 if p >= LIKELY else 1 if p >= EVEN else 2
-    legend = [f"probability below {LIKELY:g}", f"below {EVEN:g}"]
-    return Reading([(text, mark)], legend, judged, score, shown, record | {"score": judged[score]})
-
-
-# -- printing ----------------------------------------------------------------------------------------------------------
-
-
-def show(reading: Reading) -> None:
+def _show(shown: Shown) -> None:
     """In colour on a terminal that has any; elsewhere [so]? and [so]??."""
-    from rich.console import Console
-    from rich.text import Text
-
     console = Console(highlight=False)
     colour = console.is_terminal and console.color_system is not None and not console.no_color
-    styles = ("", UNSURE, DOUBTFUL)
-    *before, last = reading.shown
+    *before, last = shown.lines
     answer, legend = Text(), Text("".join(f"{line}\n" for line in before))
-    for piece, mark in _merged(reading.pieces):
-        answer.append(piece if colour or not mark else _bracketed(piece, mark), styles[mark])
-    if any(mark for _, mark in reading.pieces):
-        for mark, meaning in enumerate(reading.legend, 1):
-            legend.append(("■ " if colour else f"[...]{'?' * mark} ") + meaning, styles[mark])
+    for piece, mark in _merged(shown.pieces):
+        answer.append(piece if colour or not mark else _bracketed(piece, mark), STYLES[mark])
+    if any(mark for _, mark in shown.pieces):
+        for mark, meaning in enumerate(shown.legend, 1):
+            legend.append(("■ " if colour else f"[...]{'?' * mark} ") + meaning, STYLES[mark])
             legend.append("  " if mark == 1 else "\n")
     legend.append(last)
     if colour:

@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
+from vmoer.bench import overhead
 from vmoer.commands._shared import Json, listed, quiet
-from vmoer.errors import InputError
+from vmoer.errors import unknown
 
 
 def bench(
@@ -21,14 +22,15 @@ def bench(
     as_json: Json = False,
 ) -> None:
     """Time and memory of every method against the plain model, in one run; true geometries on a GPU, a small one without."""
-    from vmoer.bench import overhead
-
     quiet()
     names = list(listed(geometries)) or list(overhead.KNOWN)
-    if unknown := [name for name in names if name not in overhead.KNOWN]:
-        raise InputError(f"unknown geometry {unknown[0]!r} (known on this machine: {', '.join(overhead.KNOWN)})")
-    wanted = list(listed(methods)) or list(overhead.METHODS)
-    if unknown := [name for name in wanted if name not in overhead.METHODS]:
-        raise InputError(f"unknown method {unknown[0]!r} (known here: {', '.join(overhead.METHODS)})")
+    for name in names:
+        if name not in overhead.KNOWN:
+            raise unknown("geometry", name, overhead.KNOWN, " on this machine")
+    known = overhead.methods()
+    wanted = list(listed(methods)) or known
+    for name in wanted:
+        if name not in known:
+            raise unknown("method", name, known, " here")
     report = overhead.run(names, out, quick, lambda line: print(line, file=sys.stderr, flush=True), wanted)
     print(json.dumps(report, indent=2) if as_json else overhead.table(report))

@@ -4,15 +4,32 @@ import json
 import re
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import Annotated, Any
 
 import typer
 
-from vmoer.commands._shared import DataRoot, Device, Dtype, Json, PaperSplits, check_device, print_tables, quiet
+from vmoer.commands._shared import (
+    DataRoot,
+    Device,
+    Dtype,
+    Json,
+    NoCalibrator,
+    PaperSplits,
+    check_device,
+    print_tables,
+    progress,
+    quiet,
+)
 from vmoer.errors import InputError
-
-if TYPE_CHECKING:
-    from vmoer.tasks import Question
+from vmoer.evaluation import scores
+from vmoer.evaluation.answers import predict_task
+from vmoer.evaluation.calibrators import settings
+from vmoer.files import locked, read_json
+from vmoer.models import open_model
+from vmoer.report import summaries
+from vmoer.report.verdict import verdict
+from vmoer.saved.calibrator import Stored
+from vmoer.tasks import Question, load
 
 
 def eval_(
@@ -21,8 +38,10 @@ def eval_(
     out: Annotated[Path, typer.Option(help="Where predictions.parquet, meta.json and metrics.json go.")],
     ood: Annotated[str, typer.Option(help="Out-of-distribution tasks, separated by commas.")] = "",
     split: Annotated[str, typer.Option(help="Which split of the task; validation is answered too.")] = "test",
-    averaging: Annotated[str, typer.Option(help="What is averaged over routing: router, answer or full.")] = "router",
-    passes: Annotated[int, typer.Option(help="Passes of answer and full averaging.")] = 8,
+    averaging: Annotated[
+        str | None, typer.Option(help="router, answer or full; by default what the run's calibrator is for, or router.")
+    ] = None,
+    passes: Annotated[int | None, typer.Option(help="Passes of answer and full averaging; 8 by default.")] = None,
     seed: Annotated[int | None, typer.Option(help="By default that of the run, or 0.")] = None,
     data_root: DataRoot = None,
     paper_splits: PaperSplits = False,
@@ -31,51 +50,59 @@ def eval_(
     device: Device = None,
     dtype: Dtype = None,
     routing: Annotated[bool, typer.Option("--routing", help="Write routing.parquet: the experts selected.")] = False,
+    no_calibrator: NoCalibrator = False,
     as_json: Json = False,
 ) -> None:
     """Answer a task's questions, and those of out-of-distribution tasks; write predictions, then metrics from them.
 
     Killed and started again it goes on where it was.
     """
-    from vmoer import scores
-    from vmoer.models import open_model
-    from vmoer.predict import predict_task
-    from vmoer.report import summaries
-
     quiet()
     asked = {"data_root": data_root, "paper_splits": paper_splits, "limit": limit}
     questions = _questions(task, split, [name for name in ood.split(",") if name], asked)
-    check_device(device, dtype)
+    check_device(device)
     opened = open_model(run_or_model, device=device, dtype=dtype)
     run = opened.run or {}
-    predict_task(
-        opened.model,
-        opened.tokenizer,
-        questions,
-        folder=out,
-        name=opened.name,
-        method=run.get("method"),
-        seed=run.get("seed", 0) if seed is None else seed,
-        averaging=cast(Any, averaging),
-        passes=passes,
-        batch_tokens=batch_tokens,
-        routing=routing,
-        progress=True,
-    )
-    rows = json.loads(scores.write(out).read_text())
+    said: dict[str, Any] = {"name": opened.name, "method": run.get("method")}
+    said |= {"seed": run.get("seed", 0) if seed is None else seed}
+    calibrator = None if no_calibrator else opened.calibrator
+    averaging, passes = settings(calibrator, averaging, passes)
+    said |= {"averaging": averaging, "passes": passes, "batch_tokens": batch_tokens, "routing": routing}
+    said |= {"calibrator": _fitting(calibrator, questions, averaging, passes)}
+    with locked(out):
+        with progress() as show:
+            predict_task(opened.model, opened.tokenizer, questions, folder=out, progress=show, **said)
+        rows = read_json(scores.write(out))
     if as_json:
         print(json.dumps(rows, indent=2))
     else:
         found = summaries.settings(rows)
         print_tables([summaries.calibration_table(scored) for scored in found])
         print_tables([summaries.detection_table(scored) for scored in found if scored.setting.shifted])
+        if sentence := verdict(rows):
+            print(sentence)
         print(f"{out / 'predictions.parquet'}, {out / 'metrics.json'}; all tables and figures: vmoer report {out}")
 
 
-def _questions(task: str, split: str, ood: list[str], asked: dict[str, Any]) -> "list[Question]":
-    """The task's split, its validation split (for temperature scaling of the output), each OoD task's test split."""
-    from vmoer.tasks import load
+def _fitting(stored: Stored | None, questions: list[Question], averaging: str, passes: int) -> Stored | None:
+    """The run's calibrator where it is for such answers; else, and for tasks that it does not fit, a note."""
+    if stored is None or stored.kind == "none":
+        return None
+    try:
+        stored.check_averaging(averaging, passes)
+    except InputError as error:
+        warnings.warn(f"without the run's calibrator: {error} (vmoer calibrate fits one for it)", stacklevel=1)
+        return None
+    for task in dict.fromkeys(question.task for question in questions):
+        try:
+            stored.check_options([len(question.choices) for question in questions if question.task == task])
+        except InputError as error:
+            warnings.warn(f"{task} without the run's calibrator: {error}", stacklevel=1)
+    return stored
 
+
+def _questions(task: str, split: str, ood: list[str], asked: dict[str, Any]) -> list[Question]:
+    """Questions of the task's split, of its validation split (the output temperature is fitted there), and of each OoD task."""
     sets = [load(task, split, **asked)]
     if split not in ("validation", "all"):
         try:

@@ -2,16 +2,15 @@
 
 import json
 import re
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from vmoer.commands._shared import Json, quiet, table
 from vmoer.errors import InputError
-
-if TYPE_CHECKING:
-    from vmoer.gates import Found
+from vmoer.gates import find
+from vmoer.gates.describe import describe
+from vmoer.models import skeleton
 
 
 def info(
@@ -19,13 +18,11 @@ def info(
     as_json: Json = False,
 ) -> None:
     """The MoE layers of a model: router class, scoring rule, experts, top-k, and whether each can be attached."""
-    from vmoer import gates
-
     quiet()
-    found = gates.find(_skeleton(model))
+    found = find(skeleton(model))
     if not found:
         raise InputError(f"{model} has no MoE router: it is a dense model, or its routers are unknown here")
-    rows = [_describe(f) for f in found]
+    rows = [describe(one) for one in found]
     if as_json:
         print(json.dumps(rows, indent=2))
         return
@@ -48,48 +45,6 @@ def _ranges(numbers: list[int]) -> str:
     starts = [n for n in numbers if n - 1 not in numbers]
     ends = [n for n in numbers if n + 1 not in numbers]
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
-
-
-def _skeleton(name: str) -> Any:
-    """The model without its weights, from its configuration alone."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from vmoer.models import embedded, read_run
-
-    path = str(read_run(Path(name))["model"]) if (Path(name) / "run.json").exists() else name
-    path = embedded(path) or path
-    try:
-        config = AutoConfig.from_pretrained(path)
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config)
-    except (OSError, ValueError, ImportError) as error:
-        raise InputError(f"cannot load the model {name!r}: {str(error).strip().splitlines()[0]}") from None
-
-
-def _describe(found: "Found") -> dict[str, Any]:
-    from vmoer.errors import AttachError
-    from vmoer.gates import Gate
-    from vmoer.gates.rules import lookup
-
-    row: dict[str, Any] = dict.fromkeys(("score", "normalise", "groups", "bias", "scale", "experts", "top_k"))
-    row = {"layer": found.layer, "path": found.path, "class": found.kind, **row, "reason": found.reason or None}
-    if found.reason or found.rule is None:
-        return row
-    try:
-        gate = Gate.probe(found)
-    except AttachError as error:
-        return row | {"reason": str(error)}
-    scoring, bias = gate.scoring, found.rule.bias
-    return row | {
-        "score": "sparsemixer" if found.rule.mixer else scoring.score,
-        "normalise": scoring.normalise,
-        "groups": scoring.groups,
-        "bias": bias if bias and lookup(bias, found.router, found.block) is not None else None,
-        "scale": scoring.scale,
-        "experts": gate.num_experts,
-        "top_k": scoring.k,
-    }
 
 
 def _scoring(row: dict[str, Any]) -> str:

@@ -5,15 +5,14 @@ import os
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
+import yaml  # type: ignore[import-untyped]
 
 from vmoer.commands._shared import table
 from vmoer.errors import InputError
-
-if TYPE_CHECKING:
-    from vmoer.scores import Row
+from vmoer.evaluation.scores import Row
 
 SETTINGS: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 """Every option goes through to lm-eval, --help among them."""
@@ -33,7 +32,7 @@ def lm_eval(context: typer.Context) -> None:
     arguments = list(context.args)
     if arguments[:1] == ["calibration"]:
         if len(arguments) != 2 or not Path(arguments[1]).is_dir():
-            raise InputError("vmoer lm-eval calibration takes one folder, that lm-eval wrote to with --log_samples")
+            raise InputError("vmoer lm-eval calibration takes one folder: one that lm-eval wrote to with --log_samples")
         files = harness.logged(Path(arguments[1]))
         if not files:
             raise InputError(f"{arguments[1]} holds no samples_*.jsonl: run lm-eval with --log_samples --output_path")
@@ -61,7 +60,10 @@ def _run(arguments: list[str]) -> None:
 
 
 def _logging(arguments: list[str], nowhere: str) -> tuple[list[str], Path | None]:
-    """The arguments with samples logged, where lm-eval would evaluate, and the folder they go to; by default one that goes."""
+    """Make an evaluation log its samples: into the user's output folder, or into `nowhere`, which is deleted afterwards.
+
+    Returns the arguments, and the folder of the samples; None where nothing is evaluated.
+    """
     known = argparse.ArgumentParser(add_help=False)
     known.add_argument("--output_path", "-o")
     known.add_argument("--config", "-C")
@@ -79,8 +81,7 @@ def _logging(arguments: list[str], nowhere: str) -> tuple[list[str], Path | None
 
 
 def _configured(path: str) -> Path | None:
-    import yaml  # type: ignore[import-untyped]
-
+    """The output folder that a configuration file of lm-eval names."""
     try:
         out = (yaml.safe_load(Path(path).read_text()) or {}).get("output_path")
     except (OSError, yaml.YAMLError, AttributeError):
@@ -88,16 +89,9 @@ def _configured(path: str) -> Path | None:
     return Path(out) if out else None
 
 
-def _show(rows: "list[Row]", left_out: dict[str, str]) -> None:
-    shown = {
-        "questions": "n",
-        "accuracy": "ACC",
-        "nll": "NLL",
-        "brier": "Brier",
-        "ece": "ECE",
-        "ece_floor": "ECE floor",
-    }
-    shown |= {"ece_p": "p", "debiased_ece": "dECE"}
+def _show(rows: list[Row], left_out: dict[str, str]) -> None:
+    shown = {"questions": "n", "accuracy": "ACC", "nll": "NLL", "brier": "Brier", "ece": "ECE"}
+    shown |= {"ece_floor": "ECE floor", "ece_p": "p", "debiased_ece": "dECE"}
     lines: dict[tuple[object, ...], dict[str, str]] = {}
     for row in rows:
         lines.setdefault((row["task"], row["model"], row["method"], row["run"]), {})[row["metric"]] = _number(row)
@@ -108,7 +102,7 @@ def _show(rows: "list[Row]", left_out: dict[str, str]) -> None:
         print(f"no calibration for {task}: {reason}")
 
 
-def _number(row: "Row") -> str:
+def _number(row: Row) -> str:
     if row["metric"] == "questions":
         return str(row["value"])
     interval = "" if row["low"] is None or row["high"] is None else f" [{row['low']:.3f}, {row['high']:.3f}]"

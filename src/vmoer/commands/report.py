@@ -7,6 +7,11 @@ from typing import Annotated
 import typer
 
 from vmoer.commands._shared import Json, print_tables
+from vmoer.errors import InputError
+from vmoer.files import locked
+from vmoer.report import report as write_report
+from vmoer.report.studies import BUILDERS
+from vmoer.report.verdict import verdict
 
 
 def report(
@@ -14,13 +19,14 @@ def report(
     as_json: Json = False,
 ) -> None:
     """Tables, and one HTML page with figures, from the predictions in a folder."""
-    from vmoer.report import read, tables
-    from vmoer.report import report as write_report
-
-    page = write_report(folder)
-    rows = read(folder)
+    if not folder.is_dir():
+        raise InputError(f"{folder}: no such folder")
+    with locked(folder / "report"):
+        written = write_report(folder)
     if as_json:
-        print(json.dumps(rows, indent=2))
+        print(json.dumps(written.rows, indent=2))
     else:
-        print_tables(tables(rows))
-        print(page)
+        if said := verdict([row for row in written.rows if row.get("study") not in BUILDERS]):
+            print(f"{said}\n")
+        print_tables(written.tables)
+        print(written.page)

@@ -2,14 +2,19 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from vmoer import tasks
 from vmoer.commands._shared import DataRoot, Device, Dtype, Json, check_device, quiet, table
-
-if TYPE_CHECKING:
-    from vmoer.layers import Brittleness
+from vmoer.evaluation.brittleness import mean_rows, quantile_rows
+from vmoer.files import locked, write_json, write_text
+from vmoer.live.brittleness import DIAGNOSTIC, Brittleness, brittleness
+from vmoer.models import open_model
+from vmoer.report.robustness import brittleness_curve, brittleness_layers
+from vmoer.tasks.batches import padded
+from vmoer.tasks.prompt import encode
 
 
 def sensitivity(
@@ -25,17 +30,12 @@ def sensitivity(
 ) -> None:
     """How brittle each layer's routing is under noise on its input, and the ranking that layer choice goes by."""
     quiet()
-    check_device(device, dtype)
-    asked: dict[str, Any] = {
-        "questions": questions,
-        "data_root": data_root,
-        "device": device,
-        "dtype": dtype,
-        "seed": seed,
-    }
-    result, rows = measure(model, task, **asked)
+    check_device(device)
+    where: dict[str, Any] = {"data_root": data_root, "device": device, "dtype": dtype}
+    result, rows = measure(model, task, questions=questions, seed=seed, **where)
     if out is not None:
-        write(out, result, rows)
+        with locked(out):
+            write(out, result, rows)
     if as_json:
         print(json.dumps(rows, indent=2))
         return
@@ -50,30 +50,21 @@ def sensitivity(
 
 def measure(
     model: str, task: str, *, questions: int, data_root: Path | None, device: str | None, dtype: str | None, seed: int
-) -> "tuple[Brittleness, list[dict[str, Any]]]":
-    """Brittleness on a task's test prompts, and the same as metrics rows."""
-    from vmoer import tasks
-    from vmoer.layers import brittleness
-    from vmoer.models import open_model
-    from vmoer.predict import collate
-    from vmoer.tasks.prompt import encode
-
+) -> tuple[Brittleness, list[dict[str, Any]]]:
+    """Brittleness on a task's test prompts, and its rows as in `metrics.json`."""
     opened = open_model(model, device=device, dtype=dtype)
     asked = tasks.load(task, "test", data_root=data_root, limit=questions)
     prompts = sorted(encode(opened.tokenizer, asked, 2**31), key=len)
-    batches = [collate(prompts[i : i + 16], opened.model) for i in range(0, len(prompts), 16)]
+    place = next(opened.model.parameters()).device
+    batches = [padded(prompts[i : i + 16], place) for i in range(0, len(prompts), 16)]
     result = brittleness(opened.model, batches, seed=seed)
-    return result, result.to_rows(model=opened.name, task=asked[0].task, split="test", method="map")
+    return result, mean_rows(result, model=opened.name, task=asked[0].task, split="test", method="map")
 
 
-def write(out: Path, result: "Brittleness", rows: list[dict[str, Any]]) -> None:
-    """`brittleness.json`, the ranking, and the two figures of appendix B.1."""
-    from vmoer.files import write_json, write_text
-    from vmoer.layers import DIAGNOSTIC
-    from vmoer.report.studies import brittleness_curve, brittleness_layers
-
+def write(out: Path, result: Brittleness, rows: list[dict[str, Any]]) -> None:
+    """Write the rows, the ranking, and the two figures of appendix B.1."""
     write_json(out / "brittleness.json", rows)
     write_json(out / "ranking.json", {"gamma": DIAGNOSTIC, "layers": [int(layer) for layer in result.ranking()]})
-    quantiles = result.quantile_rows(rows[0])
+    quantiles = quantile_rows(result, rows[0])
     for figure in (brittleness_curve(rows), brittleness_layers([*rows, *quantiles])):
         write_text(out / f"{figure.name}.svg", figure.svg)

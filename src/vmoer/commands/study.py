@@ -1,38 +1,35 @@
-"""`vmoer study NAME` and `vmoer demo`: grids of cells, then the page."""
+"""`vmoer study NAME`: a grid of cells, then its rows."""
 
-import os
-from collections.abc import Callable
+import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
+import torch
 import typer
 
 from vmoer.commands._shared import DataRoot, Device, Dtype, check_device, listed, numbers, quiet, table
-from vmoer.errors import RunError
-
-if TYPE_CHECKING:
-    from vmoer.studies import Study
-
-# what the demo shows in a few minutes, and everything for --full
-QUICK = ("vglr-fc", "vglr-fc@paper", "vtsr", "mcdr", "mean-only", "temp-scale", "map", "map-early", "laplace")
-FULL = (*QUICK, "swag", "vglr-mf", "vglr-lr", "vtsr@paper", "vglr-mf@paper", "fixed-noise")
-
-
-def embedded() -> dict[str, Any]:
-    """The embedded model has its stage 1 behind it, and a split of questions that stage 1 never saw."""
-    from vmoer.train import Plan
-
-    return {"stage1": Plan(epochs=0), "stage2_data": "split:heldout"}
+from vmoer.errors import InputError, RunError
+from vmoer.files import locked
+from vmoer.studies import Cell, Study, _paper_cost, check_backend, grid, paper, run_study
+from vmoer.studies._estimate import expected, sentence
+from vmoer.studies._variants import with_preset
+from vmoer.studies.demo import EMBEDDED, FULL
+from vmoer.training.presets import PAPER, preset_layers, preset_named
 
 
 def study(
-    name: Annotated[str, typer.Argument(help="calibration, ood, stability, efficiency, brittleness, ..., or all.")],
-    model: Annotated[str, typer.Option(help="A hub id, a local folder, or demo.")],
-    task: Annotated[str, typer.Option(help="The source task.")],
+    name: Annotated[str, typer.Argument(help="calibration, ood, stability, efficiency, paper, ..., or all.")],
+    model: Annotated[str, typer.Option(help="A hub id, a local folder, demo; or granite, qwen, deepseek.")],
     out: Annotated[Path, typer.Option(help="Where cells, runs, predictions and tables go.")],
+    task: Annotated[str, typer.Option(help="The source task; the study paper knows its own.")] = "",
+    table_: Annotated[
+        str, typer.Option("--table", help="Of the study paper: 1, 2, 3, 4, ablation, motivation or all.")
+    ] = "",
+    preset: Annotated[str, typer.Option(help="default; or paper: every label is taken as LABEL@paper.")] = "default",
     ood: Annotated[str, typer.Option(help="Shifted tasks, separated by commas, the farthest last.")] = "",
     methods: Annotated[str, typer.Option(help="Labels, separated by commas, such as map,vglr-fc,vglr-fc@paper.")] = "",
-    seeds: Annotated[str, typer.Option(help="Separated by commas.")] = "0",
+    seeds: Annotated[str, typer.Option(help="Separated by commas; 0 by default, and five for the study paper.")] = "",
     averaging: Annotated[str, typer.Option(help="router, answer, full, separated by commas.")] = "router",
     passes: int = 8,
     search: Annotated[bool, typer.Option("--search", help="Choose beta on validation.")] = False,
@@ -53,111 +50,70 @@ def study(
     ] = False,
 ) -> None:
     """One of the paper's experiments over methods and seeds. Finished cells are never computed again."""
-    from vmoer.studies import Study, run_study
-
     quiet()
-    check_device(device, dtype)
+    check_device(device)
     settings: dict[str, Any] = {"passes": passes, "search": search, "transfer_from": transfer_from, "limit": limit}
     settings |= {"data_root": None if data_root is None else str(data_root), "device": device, "dtype": dtype}
-    settings |= embedded() if model == "demo" else {}
+    settings |= EMBEDDED if model == "demo" else {}
+    preset = preset_named(preset).name
+    _check_paper(name, task, table_, ood, methods, preset)
+    check_backend(backend, workers, ray_address)
     asked = Study(
-        model=model,
+        model=paper.model_named(model),
         task=task,
         out=out,
         ood=listed(ood),
-        methods=listed(methods) or FULL,
-        seeds=numbers(seeds),
+        methods=_labels(methods, preset),
+        preset=preset,
+        table=table_ or "all",
+        seeds=numbers(seeds) or (paper.SEEDS if name == paper.STUDY else (0,)),
         averaging=listed(averaging),
         **settings,
     )
+    if any("@paper" in str(cell.key.get("method")) for cell in grid(name, asked)):
+        _, note = preset_layers(PAPER, asked.model)
+        if note:
+            print(f"note: {note}", file=sys.stderr)
+    if dry_run and name == paper.STUDY:
+        lines, below = _paper_cost.summary(asked)
+        table(f"the paper's tables on {asked.model}", ("table", "cells", "done", "H200 h", "A100 h", "GB"), lines)
+        print(below)
+        return
     if dry_run:
         show_plan((name,), asked, workers)
         return
-    out.mkdir(parents=True, exist_ok=True)
-    failed = run_study(name, asked, workers=workers, backend=backend, ray_address=ray_address).failed
+    with locked(out):
+        failed = run_study(name, asked, workers=workers, backend=backend, ray_address=ray_address).failed
     print(f"{out / 'metrics.json'}; tables and figures: vmoer report {out}")
-    if failed:
-        raise RunError(f"{len(failed)} cells failed, the first: {failed[0][0].name}: {failed[0][1]}")
+    raise_failures(failed)
 
 
-def demo(
-    out: Annotated[Path, typer.Option(help="Where everything goes.")] = Path("out/demo"),
-    full: Annotated[bool, typer.Option("--full", help="All methods and studies, three seeds.")] = False,
-    workers: Annotated[int, typer.Option(help="Processes that cells are handed to; 0: one a core.", min=0)] = 0,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the grid, with an estimate of its time, and stop.")
-    ] = False,
-) -> None:
-    """The whole story on a small embedded MoE, without network or GPU, in a few minutes."""
-    from vmoer.report import read
-    from vmoer.report.page import headlines
-    from vmoer.report.studies import BUILDERS
-
-    quiet()
-    if dry_run:
-        show_plan(demo_names(full), demo_study(out, full), workers or _cores())
-        return
-    page = run_demo(out, full, workers)
-    print()
-    for sentence in headlines([row for row in read(out) if row.get("study") not in BUILDERS]):
-        print(f"- {sentence}")
-    print(f"\n{page}")
-
-
-def demo_study(out: Path, full: bool) -> "Study":
-    from vmoer.studies import Study
-    from vmoer.train import Plan
-
-    return Study(
-        model="demo",
-        task="demo",
-        out=out,
-        ood=("demo-near", "demo-far"),
-        methods=FULL if full else (*QUICK, "vglr-fc+full"),
-        seeds=(0, 1, 2) if full else (0,),
-        averaging=("router", "answer", "full") if full else ("router",),
-        passes=8 if full else 4,
-        stage2=Plan(epochs=8 if full else 4, batch_size=32, lr=2e-3, patience=4),
-        **embedded(),
-    )
-
-
-def demo_names(full: bool) -> tuple[str, ...]:
-    return ("all",) if full else ("brittleness", "calibration", "stability", "efficiency")
-
-
-def run_demo(out: Path, full: bool, workers: int = 0, say: Callable[[str], object] = print) -> Path:
-    """The whole story on the embedded model: brittleness, training, calibration, OoD, stability, efficiency, the page."""
-    import torch
-
-    from vmoer.report import report
-    from vmoer.studies import run_study
-
-    torch.set_num_threads(1)  # matrices this small only lose by being shared out
-    study = demo_study(out, full)
-    failed = []
-    for name in demo_names(full):
-        failed += run_study(name, study, workers=workers or _cores(), say=say).failed
-    page = report(out)
-    if failed:
-        raise RunError(
-            f"{len(failed)} cells failed, the first: {failed[0][0].name}: {failed[0][1]} (the rest is in {page})"
+def _check_paper(name: str, task: str, table: str, ood: str, methods: str, preset: str) -> None:
+    """The study paper has its own tasks, shifts and methods; every other study needs a task and has no tables."""
+    if name == paper.STUDY and (ood or methods or preset != "default"):
+        raise InputError(
+            "the study paper has its own shifts, methods and preset: leave out --ood, --methods and --preset"
         )
-    return page
+    if name != paper.STUDY and table:
+        raise InputError(f"--table belongs to the study paper, not to {name}")
+    if name != paper.STUDY and not task:
+        raise InputError(f"the study {name} needs a task: --task openbookqa")
 
 
-def _cores() -> int:
-    """Those this process may use, which in a container are fewer than the machine's."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def _labels(methods: str, preset: str) -> tuple[str, ...]:
+    """What was asked for, or the methods of the preset: the paper's seven, or all of ours."""
+    found = listed(methods) or (paper.METHODS if preset == PAPER.name else FULL)
+    return tuple(with_preset(label, preset) for label in found)
 
 
-def show_plan(names: tuple[str, ...], study: "Study", workers: int) -> None:
-    """The grid, each cell with its time where it is done or where cells like it are, and how long the rest will take."""
-    import torch
+def raise_failures(failed: Sequence[tuple[Cell, str]], more: str = "") -> None:
+    """End with an error where cells failed. Everything else is written by now."""
+    if failed:
+        raise RunError(f"{len(failed)} cells failed, the first: {failed[0][0].name}: {failed[0][1]}{more}")
 
-    from vmoer.studies import grid
-    from vmoer.studies._estimate import expected, sentence
 
+def show_plan(names: tuple[str, ...], study: Study, workers: int) -> None:
+    """Print the grid and how long the rest of it will take. A cell has a time where it is done, or where a cell like it is."""
     if study.model == "demo":
         torch.set_num_threads(1)  # as the cells run
     found = expected([cell for name in names for cell in grid(name, study)], study.out)

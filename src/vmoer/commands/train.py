@@ -1,25 +1,31 @@
 """`vmoer train MODEL --task T --method M --out RUN`: stage 1 and stage 2."""
 
 import json
+import sys
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
 
-from vmoer.commands._shared import DataRoot, Dtype, Json, quiet
+from vmoer.commands._shared import DataRoot, Dtype, Json, progress, quiet
+from vmoer.files import locked
+from vmoer.routers import methods
+from vmoer.training.presets import preset_layers, preset_named
+from vmoer.training.run import Data, Plan, Running, Stages, Workers
+from vmoer.training.run import train as run_train
 
 
 def train(
     model: Annotated[str, typer.Argument(help="A hub id, a local folder, or demo.")],
     task: Annotated[str, typer.Option(help="A built-in task, or the path of a JSONL file.")],
     out: Annotated[Path, typer.Option(help="The run folder.")],
-    method: Annotated[
-        str, typer.Option(help="map, temp-scale, mcdr, swag, vglr-mf, vglr-fc, vglr-lr, vtsr or laplace.")
-    ] = "vglr-fc",
+    method: Annotated[str, typer.Option(help=" or ".join(", ".join(methods()).rsplit(", ", 1)) + ".")] = "vglr-fc",
     layers: Annotated[
         str | None, typer.Option(help="all, susceptible:10, first:4, middle:4, last:4, or 0,3,5.")
     ] = None,
-    preset: Annotated[str, typer.Option(help="default, or paper: the protocol exactly as printed.")] = "default",
+    preset: Annotated[str, typer.Option(help="default, or paper: its protocol, see docs/paper.md.")] = "default",
     beta: Annotated[float | None, typer.Option(help="Weight of the KL, in place of the preset's.")] = None,
     objective: Annotated[str, typer.Option(help="elbo, or predictive: log of the passes' mean likelihood.")] = "elbo",
     passes: Annotated[int, typer.Option(help="Passes of the predictive objective.")] = 4,
@@ -50,45 +56,40 @@ def train(
     as_json: Json = False,
 ) -> None:
     """Stage 1 (LoRA MAP) and stage 2 (variational routers); killed and started again it goes on where it was."""
-    import dataclasses
-
-    from vmoer.train import Plan, Running, Workers
-    from vmoer.train import train as run_train
-    from vmoer.training.presets import preset_named
-
     quiet()
-    chosen = preset_named(preset)
+    chosen, workers = preset_named(preset), Workers.launched()
     shape: dict[str, Any] = {"batch_size": batch_size, "micro_batch": micro_batch}
     given: dict[str, Any] = {"epochs": stage2_epochs, "lr": stage2_lr}
-    workers = Workers.launched()
-    found = run_train(
-        model,
-        task,
-        method if beta is None else chosen.config(method, beta=beta),
-        out=out,
-        preset=chosen,
-        layers=layers or chosen.layers,
-        stage1_plan=Plan(epochs=stage1_epochs, lr=stage1_lr, **shape),
-        stage2_plan=dataclasses.replace(chosen.stage2, **shape, **{k: v for k, v in given.items() if v is not None}),
+    stages = Stages(
+        stage1=Plan(epochs=stage1_epochs, lr=stage1_lr, **shape),
+        stage2=replace(chosen.stage2, **shape, **{k: v for k, v in given.items() if v is not None}),
         rank=rank,
         objective=cast(Any, objective),
         passes=passes,
-        stage2_data=stage2_data,
         noisy_stage1=noisy_stage1,
         search=search,
         from_map=from_map,
-        data_root=data_root,
-        limit=limit,
-        seed=seed,
-        dtype=dtype,
-        running=Running(
-            workers=workers, tensorboard=True, progress=True, recompute=recompute, skip_nonfinite=skip_nonfinite
-        ),
     )
-    if not workers.main:
-        return
-    print(
-        json.dumps(found, indent=2)
-        if as_json
-        else f"{out}: {found['method']} on {found['task']}; next: vmoer eval {out} --task {task}"
-    )
+    if layers is None:
+        layers, note = preset_layers(chosen, model)
+        if note and workers.main:
+            print(f"note: {note}", file=sys.stderr)
+    with locked(out) if workers.main else nullcontext(), progress() as show:
+        steps: dict[str, Any] = {"recompute": recompute, "skip_nonfinite": skip_nonfinite, "progress": show}
+        found = run_train(
+            model,
+            task,
+            method if beta is None else chosen.config(method, beta=beta),
+            out=out,
+            preset=chosen,
+            layers=layers,
+            stages=stages,
+            data=Data(root=data_root, limit=limit, stage2=stage2_data),
+            seed=seed,
+            dtype=dtype,
+            running=Running(workers=workers, tensorboard=True, **steps),
+        )
+    if workers.main and as_json:
+        print(json.dumps(found, indent=2))
+    elif workers.main:
+        print(f"{out}: {found['method']} on {found['task']}; next: vmoer eval {out} --task {task} --out {out / 'eval'}")

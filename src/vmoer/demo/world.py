@@ -4,12 +4,12 @@
     P(fact = the family's animal for that relation) = 1 - EXCEPTIONS, else another animal
     P(what is said of it = the fact) = 1 - NOISE[relation], else another animal (in a question: another option)
 
-*Epistemic*: what the pre-training text says of a fact. Of the established families' facts a half is told often, a
-quarter seldom, a quarter never; of the new families nothing at all is told before fine-tuning. A fact that was never
-told can only be guessed from its family, and the guess fails on the exceptions. *Aleatoric*: two relations are noisy, in
-the text and in the questions alike; no model can know those answers.
+*Epistemic*: the pre-training text does not tell every fact. Of the established families' facts it tells a half often, a
+quarter seldom and a quarter never; of the new families it tells nothing. A fact that was never told can only be guessed
+from its family, and the guess fails on the exceptions. *Aleatoric*: two relations are noisy, in the text and in the
+questions alike, and no model can know those answers.
 
-`demo-near` asks about families that the text knows as well as any, but fine-tuning does not; `demo-far` about ships,
+`demo-near` asks about families that are in the text like any other, but not in fine-tuning. `demo-far` asks about ships,
 ports and goods. Every question has four options, one of them the family's animal, and the same number of words.
 """
 
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
-from .words import ANIMALS, EFFECTS, FAMILIES, GIVEN, GOODS, PORTS, RELATIONS, SHIPS
+from vmoer.demo.words import ANIMALS, EFFECTS, FAMILIES, GIVEN, GOODS, PORTS, RELATIONS, SHIPS
 
 SEED = 0
 OPTIONS = 4
@@ -36,7 +36,7 @@ Coverage = Literal["well", "thin", "never"]
 
 @dataclass(frozen=True)
 class Fact:
-    """What is true of a person, and how much the pre-training text tells of it."""
+    """A fact about a person, and how often the pre-training text tells it."""
 
     given: str
     family: str
@@ -60,7 +60,7 @@ class Fact:
 
 @dataclass(frozen=True)
 class World:
-    """All facts, and what each task asks: the facts of a split, and of no other split."""
+    """All facts, and the facts that each task's splits ask about. No two splits share a fact."""
 
     people: tuple[Fact, ...]
     ships: tuple[Fact, ...]
@@ -68,7 +68,7 @@ class World:
     seed: int
 
     def records(self, task: str, split: str) -> list[dict[str, Any]]:
-        """The split's questions in the form that `vmoer.tasks` reads."""
+        """The split's questions as rows for `vmoer.tasks`."""
         found = []
         for fact in self.splits[task][split]:
             choices, answer = ask(fact, random.Random(f"question {self.seed} {fact.id}"))
@@ -95,7 +95,7 @@ def world(seed: int = SEED) -> World:
 
 
 def ask(fact: Fact, rng: random.Random) -> tuple[list[str], int]:
-    """Four options in random order, the fact and the family's custom among them, and the number of the answer given."""
+    """Four options in random order, the fact and the family's custom among them, and the index of the answer."""
     values = ANIMALS if fact.value in ANIMALS else GOODS
     options = list(dict.fromkeys((fact.value, fact.customary)))
     options += rng.sample([value for value in values if value not in options], OPTIONS - len(options))
@@ -105,7 +105,7 @@ def ask(fact: Fact, rng: random.Random) -> tuple[list[str], int]:
 
 
 def tell(fact: Fact, rng: random.Random) -> str:
-    """What the text says of the fact this time."""
+    """The value that the text gives this time: the fact's own, but for noise."""
     values = ANIMALS if fact.value in ANIMALS else GOODS
     if rng.random() < fact.noise:
         return rng.choice([value for value in values if value != fact.value])

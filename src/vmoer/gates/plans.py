@@ -1,9 +1,9 @@
 """Routers under an expert-parallel plan.
 
-transformers' `ep_router` plan replaces `forward` on the router *instance* by a closure that calls the router's own forward and
-hides the experts of other processes. A subclass put on the router would never run: the closure holds the forward it found. So
-the closure is made to look its forward up on the router's class at every call, which changes nothing until the class does.
-Other wrappers (accelerate's hooks) are not known here, and attach refuses them.
+transformers' `ep_router` plan replaces `forward` on the router *instance* by a closure. The closure calls the router's
+own forward and hides the experts of other processes. It holds the forward it found, so a subclass put on the router
+later would never run. We make the closure look its forward up on the router's class at every call, which changes nothing
+until the class does. Other wrappers, such as accelerate's hooks, are not known here, and attach refuses them.
 """
 
 from collections.abc import Callable, Iterator
@@ -41,7 +41,7 @@ def _late(router: nn.Module) -> Callable[..., Any]:
 
 
 def _held_forward(router: nn.Module) -> CellType | None:
-    """Where a wrapper made by `install_forward` of a transformers plan keeps the forward it wraps."""
+    """The cell in which a wrapper made by transformers' `install_forward` keeps the forward it wraps."""
     wrapper = router.__dict__.get("forward")
     if not str(getattr(wrapper, "__module__", "")).startswith("transformers."):
         return None

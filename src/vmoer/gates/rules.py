@@ -1,12 +1,13 @@
-"""How a model's own router turns logits into K experts and their weights, written out once for all of them.
+"""How a model's own router turns logits into K experts and their weights: one rule with fields for all of them.
 
     score_n  = softmax(l)_n, sigmoid(l)_n or sqrt(softplus(l_n))
     chosen   = Top-K of (score + bias), limited to the best groups of experts where the model has groups
     weight_k = scale * score_k / sum of the chosen scores        (the division where the model normalises)
 
-Top-k followed by a softmax over the chosen (Granite, gpt-oss) is the same rule: softmax, Top-K, normalised. A field that holds
-a string names the attribute of the router (or of the block around it) that has the value, so a new architecture is one row in
-`table.py`. Selection and weighting take separate logits: Sample-K picks by perturbed ones and weights by unperturbed ones.
+Top-K followed by a softmax over the chosen (Granite, gpt-oss) is the same rule: softmax, Top-K, normalised. A field that
+holds a string names the attribute of the router, or of the block around it, that has the value. So a new architecture is
+one row in `table.py`. Selection and weighting take separate logits: Sample-K selects by perturbed logits and weights by
+unperturbed ones.
 
 Shapes: T tokens, N experts, K selected, G groups.
 """
@@ -18,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vmoer.kernels import Ask
+from vmoer.numerics.kernels import Ask
 
 Score = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 _SCORES: dict[str, Score] = {"Softmax": "softmax", "Sigmoid": "sigmoid", "SqrtSoftplusActivation": "sqrtsoftplus"}
@@ -27,7 +28,7 @@ _SCORES: dict[str, Score] = {"Softmax": "softmax", "Sigmoid": "sigmoid", "SqrtSo
 @dataclass(frozen=True)
 class Rule:
     score: str = "softmax"
-    """One of Score, or the name of the attribute that says which."""
+    """A Score, or the name of the attribute that says which."""
     top_k: str = "top_k"
     choose: Literal["score", "logit"] = "score"
     """What the bias is added to when experts are chosen."""
@@ -42,7 +43,7 @@ class Rule:
     returns: Literal["topk", "dense"] = "topk"
     """(logits, weights, indices) in any order, or llama4's (scores [T, N], logits)."""
     first: Literal["logits", "probabilities"] = "logits"
-    """What stands in the place of the logits."""
+    """What the router returns in the logits' place."""
     weight: str | None = "weight"
     """Where W_r is, if the logits are linear in the router's input."""
     mixer: bool = False
@@ -50,6 +51,7 @@ class Rule:
 
 
 def lookup(name: str, *owners: Any) -> Any:
+    """The attribute of the first owner that has it, dots allowed in the name; None where no owner has it."""
     for owner in owners:
         value = owner
         for part in name.split("."):
@@ -98,7 +100,7 @@ class Scoring:
         )
 
     def ask(self) -> Ask | None:
-        """The rule as a fused kernel takes it: None where it is more than softmax, Top-K, normalise."""
+        """The rule as a fused kernel takes it; None where it is more than softmax, Top-K, normalise."""
         rule = self.rule
         more = rule.bias or self.groups or rule.per_expert_scale or rule.mixer or rule.returns != "topk"
         if more or self.score != "softmax" or self.eps > 1e-12 or self.k > 16:
@@ -113,7 +115,7 @@ class Scoring:
         return F.softplus(logits_TN).sqrt()
 
     def probabilities(self, logits_TN: Tensor) -> Tensor:
-        """Scores as a distribution over experts: what gate entropy is taken of."""
+        """Scores as a distribution over experts, for gate entropy."""
         scores = self.scores(logits_TN)
         return scores if self.score == "softmax" else scores / scores.sum(-1, keepdim=True).clamp_min(1e-20)
 
@@ -148,11 +150,11 @@ class Scoring:
 
 
 def sparse_mixer(logits_TN: Tensor, chosen_TK: Tensor, jitter: float) -> Tensor:
-    """Phi's weights: the k-th expert's share of a softmax over those still in play whose logit is near the best of them.
+    """Phi's weights. The k-th expert's weight is its share of a softmax over the experts that are left and near the best of them.
 
-    "Near" is relative to the logits' size, so the rule is not invariant to a shift. This is its evaluation form; the model's
-    own training form adds noise of its own, for which ours stands in. An expert alone in its softmax has weight 1 whatever its
-    logit, so the gradient is that of the softmax over all experts still in play, straight-through.
+    "Near" is relative to the logits' size, so the rule is not invariant to a shift. This is its evaluation form: in training the
+    model adds noise, and ours takes that noise's place. An expert alone in its softmax has weight 1 whatever its logit, so
+    the gradient is taken from the softmax over all experts that are left (straight-through).
     """
     weights = []
     left_TN = logits_TN

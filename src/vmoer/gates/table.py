@@ -14,6 +14,13 @@ _DEEPSEEK_V3 = Rule(
     scale="routed_scaling_factor",
 )
 _SIGMOID_BIAS = Rule(score="sigmoid", bias="e_score_correction_bias", normalise=True)
+_GEMMA = Rule(
+    top_k="config.top_k_experts",
+    normalise=True,
+    per_expert_scale="per_expert_scale",
+    first="probabilities",
+    weight=None,
+)
 
 RULES: dict[str, Rule] = {
     # top-k, then softmax over the chosen
@@ -55,20 +62,8 @@ RULES: dict[str, Rule] = {
     ),
     "Ernie4_5_MoeTopKRouter": Rule(bias="moe_statics.e_score_correction_bias", normalise=True),
     "Ernie4_5_VLMoeMoeTopKRouter": Rule(bias="moe_statics.e_score_correction_bias", normalise=True),
-    "Gemma4TextRouter": Rule(
-        top_k="config.top_k_experts",
-        normalise=True,
-        per_expert_scale="per_expert_scale",
-        first="probabilities",
-        weight=None,
-    ),
-    "DiffusionGemmaTextRouter": Rule(
-        top_k="config.top_k_experts",
-        normalise=True,
-        per_expert_scale="per_expert_scale",
-        first="probabilities",
-        weight=None,
-    ),
+    "Gemma4TextRouter": _GEMMA,
+    "DiffusionGemmaTextRouter": _GEMMA,
     # sigmoid
     **dict.fromkeys(
         [

@@ -21,13 +21,12 @@ from vmoer.metrics.calibration import (
     reliability,
     smooth_ece,
 )
-from vmoer.metrics.ood import Detection, auprc, auroc, detection, fpr95, length_match
+from vmoer.metrics.estimates import detection
+from vmoer.metrics.ood import auprc, auroc, fpr95, length_match
 from vmoer.metrics.resampling import Interval, bootstrap, bootstrap_metric, paired_bootstrap
 from vmoer.metrics.selective import augrc, aurc, risk_coverage, threshold_for_risk
-from vmoer.metrics.stability import jaccard, mean_jaccard
 
 __all__ = [
-    "Detection",
     "Interval",
     "NoiseFloor",
     "Reliability",
@@ -49,10 +48,8 @@ __all__ = [
     "ece",
     "fit_temperature",
     "fpr95",
-    "jaccard",
     "length_match",
     "mce",
-    "mean_jaccard",
     "nll",
     "nll_per_question",
     "noise_floor",

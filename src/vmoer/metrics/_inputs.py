@@ -1,4 +1,4 @@
-"""What the metrics accept, checked: log-probabilities [n, C] padded with -inf, answers [n], vectors free of NaN."""
+"""Checks of what metrics are given: log-probabilities [n, C] padded with -inf, answers [n], vectors without NaN."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ Ints = npt.NDArray[np.int64]
 
 
 def pad(rows: Sequence[Sequence[float]]) -> Floats:
-    """Rows of log-probabilities of different lengths as one array [n, C], the missing options at -inf."""
+    """Rows of log-probabilities of different lengths as one array [n, C]; missing options are -inf."""
     if not len(rows):
         raise InputError("no questions")
     padded = np.full((len(rows), max(map(len, rows))), -np.inf)
@@ -28,7 +28,7 @@ def distributions(log_probs: npt.ArrayLike) -> Floats:
         raise InputError(f"log_probs must have shape [questions, options], got {list(checked.shape)}")
     if np.isnan(checked).any():
         raise InputError(f"log_probs of question {np.isnan(checked).any(1).argmax()} contain NaN")
-    # Half precision is off by up to 1e-2; raw logits are off by far more, and would pass silently for probabilities.
+    # The sums of half precision are off by up to 1e-2. Those of raw logits, given by mistake, are off by far more.
     with np.errstate(over="ignore"):
         total = np.exp(checked).sum(1)
     if (wrong := np.abs(total - 1) > 2e-2).any():

@@ -4,7 +4,8 @@
     ECE = sum_b (n_b / n) |mean correctness - mean confidence in bin b|,   confidence = max_c p[c]
 
 `log_probs` [n, C] are normalised over a question's options, -inf where it has fewer than C (`pad` builds that);
-`answers` [n] are option numbers. Everything binned or smoothed takes confidences and correctness [n] in [0, 1].
+`answers` [n] are option numbers. Everything binned or smoothed takes confidences and correctness [n] in [0, 1]; it is
+written once, for each draw of a `Tally`, and the value on the data is the case of one draw.
 """
 
 from collections.abc import Callable
@@ -15,16 +16,17 @@ import numpy.typing as npt
 from scipy.fft import dct, idct
 from scipy.optimize import brentq
 from scipy.special import log_softmax
-from scipy.stats import binom, rankdata
+from scipy.stats import binom
 
 from vmoer.errors import InputError
 from vmoer.metrics._inputs import Floats, Ints, distributions, fractions, questions
+from vmoer.metrics.tally import Tally, sums
 
 BINS = 15
 
 
 def confidence(log_probs: npt.ArrayLike) -> Floats:
-    """The probability of the most probable option, [n], to twelve digits: what differs by less is a tie on every machine."""
+    """The probability of the most probable option, [n], rounded to twelve digits, so that every machine sees the same ties."""
     p = np.exp(np.minimum(distributions(log_probs).max(1), 0.0))  # rounding may give log p = 1e-7
     return np.asarray(p.round(12), dtype=np.float64)
 
@@ -32,7 +34,7 @@ def confidence(log_probs: npt.ArrayLike) -> Floats:
 def correct_per_question(log_probs: npt.ArrayLike, answers: npt.ArrayLike) -> Floats:
     """1 where the answer is the most probable option, 1/k where it ties with k - 1 others, else 0.
 
-    Half precision ties often; taking the first of the tied options would credit the model's letter order.
+    Ties are common in half precision. Taking the first of the tied options would credit the order of the letters.
     """
     log_probs, answers = questions(log_probs, answers)
     best = log_probs == log_probs.max(1, keepdims=True)
@@ -68,26 +70,40 @@ def brier(log_probs: npt.ArrayLike, answers: npt.ArrayLike) -> float:
     return float(brier_per_question(log_probs, answers).mean())
 
 
-def _equal_width(confidence: Floats, bins: int) -> Ints:
-    """Bin numbers for ((b-1)/bins, b/bins]; 0 joins the first bin, and 1 the last."""
-    return np.searchsorted(np.arange(1, bins) / bins, confidence, side="left")
+def _equal_width(confidence: Floats) -> Ints:
+    """Bin numbers for ((b-1)/BINS, b/BINS]; 0 joins the first bin, and 1 the last."""
+    return np.searchsorted(np.arange(1, BINS) / BINS, confidence, side="left")
 
 
-def ece(confidence: npt.ArrayLike, correct: npt.ArrayLike, bins: int = BINS) -> float:
+def _once(confidence: npt.ArrayLike, correct: npt.ArrayLike) -> Tally:
+    """The data as they are, checked: one draw that takes each question once."""
+    checked, right = fractions(confidence=confidence, correct=correct)
+    return Tally(checked, right)
+
+
+def ece(confidence: npt.ArrayLike, correct: npt.ArrayLike) -> float:
     """sum_b (n_b/n) |acc_b - conf_b| over equal-width bins (a, b] (Guo et al. 2017). Read it beside `noise_floor`."""
-    confidence, correct = fractions(confidence=confidence, correct=correct)
-    gap = np.bincount(_equal_width(confidence, bins), correct - confidence)
-    return float(np.abs(gap).sum() / len(confidence))
+    return float(ece_of(_once(confidence, correct))[0])
 
 
-def mce(confidence: npt.ArrayLike, correct: npt.ArrayLike, bins: int = BINS) -> float:
+def ece_of(t: Tally) -> Floats:
+    """`ece` of each draw, [D]."""
+    gap_DB = sums(_equal_width(t.confidence), BINS, t.gap_DN)
+    return np.asarray(np.abs(gap_DB).sum(1) / t.n, dtype=np.float64)
+
+
+def mce(confidence: npt.ArrayLike, correct: npt.ArrayLike) -> float:
     """max_b |acc_b - conf_b| over the equal-width bins that hold a question."""
-    confidence, correct = fractions(confidence=confidence, correct=correct)
-    index = _equal_width(confidence, bins)
-    return float((np.abs(np.bincount(index, correct - confidence)) / np.maximum(np.bincount(index), 1)).max())
+    return float(mce_of(_once(confidence, correct))[0])
 
 
-def debiased_ece(confidence: npt.ArrayLike, correct: npt.ArrayLike, bins: int = BINS) -> float:
+def mce_of(t: Tally) -> Floats:
+    """`mce` of each draw, [D]."""
+    gap_DB, size_DB = (sums(_equal_width(t.confidence), BINS, array) for array in (t.gap_DN, t.times_DN))
+    return np.asarray((np.abs(gap_DB) / np.maximum(size_DB, 1)).max(1), dtype=np.float64)
+
+
+def debiased_ece(confidence: npt.ArrayLike, correct: npt.ArrayLike) -> float:
     """sign(E) sqrt|E|,  E = sum_b (n_b/n) mean of d_i d_j over pairs i ≠ j in bin b,  d = correct - confidence.
 
     The debiased L2 calibration error of Kumar et al. (2019) over equal-mass bins. The plug-in also counts the d_i², and
@@ -97,14 +113,19 @@ def debiased_ece(confidence: npt.ArrayLike, correct: npt.ArrayLike, bins: int = 
     calibrated model (measured: -0.003 at n = 500, -0.001 at 5000), where truncating at 0 would bring the bias back. An
     L1 form debiased bin by bin is quieter at 0 (spread 0.014, not 0.037), but halves a true error of 0.05 at n = 500.
     """
-    confidence, correct = fractions(confidence=confidence, correct=correct)
-    n, residual = len(confidence), correct - confidence
-    # Equally confident questions share a bin, so that their order does not matter; a bin of one has no pairs.
-    index = (rankdata(confidence, "min").astype(np.int64) - 1) * max(1, min(bins, n // 2)) // n
-    size = np.bincount(index)
-    pairs = np.bincount(index, residual) ** 2 - np.bincount(index, residual**2)
-    squared = (pairs / np.maximum(size - 1, 1))[size > 1].sum() / n
-    return float(np.sign(squared) * np.sqrt(np.abs(squared)))
+    return float(debiased_ece_of(_once(confidence, correct))[0])
+
+
+def debiased_ece_of(t: Tally) -> Floats:
+    """`debiased_ece` of each draw, [D]."""
+    bins, squares_DN = max(1, min(BINS, t.n // 2)), t.times_DN * (t.correct - t.confidence) ** 2
+    # The number of less confident questions says which bin. Equally confident questions share it, so that their order
+    # does not matter; a bin of one has no pairs.
+    bin_DL = np.minimum((t.n - t.levels.seen_DL).astype(np.int64) * bins // t.n, bins - 1)
+    bin_DN = bin_DL.take(t.levels.of_N, axis=1)
+    gap_DB, squares_DB, size_DB = (sums(bin_DN, bins, array) for array in (t.gap_DN, squares_DN, t.times_DN))
+    squared = ((gap_DB**2 - squares_DB) / np.maximum(size_DB - 1, 1) * (size_DB > 1)).sum(1) / t.n
+    return np.asarray(np.sign(squared) * np.sqrt(np.abs(squared)), dtype=np.float64)
 
 
 def smooth_ece(confidence: npt.ArrayLike, correct: npt.ArrayLike) -> float:
@@ -113,14 +134,11 @@ def smooth_ece(confidence: npt.ArrayLike, correct: npt.ArrayLike) -> float:
     K_s is the Gaussian reflected at 0 and 1. Its convolution is the heat flow with insulated ends, which the cosine
     transform diagonalises: frequency k is damped by exp(-(pi k s)²/2). smECE_s falls in s, so the root is unique.
     """
-    confidence, correct = fractions(confidence=confidence, correct=correct)
     cells = 4096
-    index = np.minimum((confidence * cells).astype(np.int64), cells - 1)
-    spectrum = dct(np.bincount(index, correct - confidence, cells) / len(confidence), norm="ortho")
-    frequency = np.pi * np.arange(cells)
+    errors = _smoothed(_once(confidence, correct), cells)
 
     def error(width: float) -> float:
-        return float(np.abs(idct(spectrum * np.exp(-((frequency * width) ** 2) / 2), norm="ortho")).sum())
+        return float(errors(np.array([width]))[0])
 
     narrowest = 1 / cells
     if error(narrowest) <= narrowest:
@@ -129,8 +147,36 @@ def smooth_ece(confidence: npt.ArrayLike, correct: npt.ArrayLike) -> float:
     return min(1.0, float(brentq(lambda width: error(width) - width, narrowest, 1.0 + 1e-9, xtol=1e-9)))
 
 
+def smooth_ece_of(t: Tally) -> Floats:
+    """`smooth_ece` of each draw, [D], to 4e-3: bisection of all draws at once, then one secant step."""
+    # A grid of 128 is fine enough for the spread of smooth ECE, whose bandwidth is rarely below 0.01.
+    errors = _smoothed(t, 128)
+    low, high = np.zeros(t.draws), np.ones(t.draws)
+    at_low, at_high = errors(low) - low, errors(high) - high
+    for _ in range(8):
+        middle = (low + high) / 2
+        at_middle = errors(middle) - middle
+        above = at_middle > 0
+        low, at_low = np.where(above, middle, low), np.where(above, at_middle, at_low)
+        high, at_high = np.where(above, high, middle), np.where(above, at_high, at_middle)
+    return np.asarray(low + (high - low) * at_low / np.maximum(at_low - at_high, 1e-12), dtype=np.float64)
+
+
+def _smoothed(t: Tally, cells: int) -> Callable[[Floats], Floats]:
+    """smECE_s of each draw as a function of the bandwidths s, [D] to [D], with residuals on a grid of `cells` on [0, 1]."""
+    cell = np.minimum((t.confidence * cells).astype(np.int64), cells - 1)
+    spectrum = dct(sums(cell, cells, t.gap_DN) / t.n, norm="ortho", axis=1)
+    frequency = np.pi * np.arange(cells)
+
+    def errors(width: Floats) -> Floats:
+        damped = spectrum * np.exp(-((width[:, None] * frequency) ** 2) / 2)
+        return np.asarray(np.abs(idct(damped, norm="ortho", axis=1)).sum(1), dtype=np.float64)
+
+    return errors
+
+
 class NoiseFloor(NamedTuple):
-    """What a calibrated model with the same confidences shows: its mean, its 95th percentile, and where we stand."""
+    """The ECE of a calibrated model with the same confidences, its mean and 95th percentile, and the observed ECE."""
 
     mean: float
     high: float
@@ -139,29 +185,26 @@ class NoiseFloor(NamedTuple):
 
 
 def noise_floor(
-    confidence: npt.ArrayLike,
-    correct: npt.ArrayLike | None = None,
-    metric: Callable[[Floats, Floats], float] = ece,
-    draws: int = 1000,
-    seed: int = 0,
+    confidence: npt.ArrayLike, correct: npt.ArrayLike | None = None, draws: int = 1000, seed: int = 0
 ) -> NoiseFloor:
-    """The metric of y_i ~ Bernoulli(c_i): its distribution over `draws` data sets of a perfectly calibrated model.
+    """The ECE of y_i ~ Bernoulli(c_i): its distribution over `draws` data sets of a perfectly calibrated model.
 
-    With `correct`, also the observed value and p = (1 + #{floor >= observed}) / (1 + draws), one-sided.
+    With `correct`, also the observed ECE and p = (1 + #{floor >= observed}) / (1 + draws), one-sided.
     """
     (confidence,) = fractions(confidence=confidence)
-    rng = np.random.default_rng(seed)
-    calibrated = ((rng.random(len(confidence)) < confidence).astype(np.float64) for _ in range(draws))
-    floor = np.array([metric(confidence, outcomes) for outcomes in calibrated])
+    rng, floor = np.random.default_rng(seed), np.empty(draws)
+    for part in np.array_split(floor, max(1, draws // 50)):  # a view each: what 50 draws need stays in the cache
+        outcomes = (rng.random((len(part), len(confidence))) < confidence).astype(np.float64)
+        part[:] = ece_of(Tally(confidence, outcomes))
     mean, high = float(floor.mean()), float(np.quantile(floor, 0.95))
     if correct is None:
         return NoiseFloor(mean, high, None, None)
-    observed = metric(confidence, np.asarray(correct, dtype=np.float64))
+    observed = ece(confidence, correct)
     return NoiseFloor(mean, high, observed, float((1 + (floor >= observed).sum()) / (1 + draws)))
 
 
 class Reliability(NamedTuple):
-    """A reliability diagram: arrays [bins], NaN in empty bins; a calibrated model lies between `low` and `high`."""
+    """A reliability diagram: arrays [bins], NaN in empty bins. Bins of a calibrated model lie between `low` and `high`."""
 
     size: Ints
     confidence: Floats
@@ -170,15 +213,15 @@ class Reliability(NamedTuple):
     high: Floats
 
 
-def reliability(confidence: npt.ArrayLike, correct: npt.ArrayLike, bins: int = BINS) -> Reliability:
+def reliability(confidence: npt.ArrayLike, correct: npt.ArrayLike) -> Reliability:
     """Mean confidence and accuracy per equal-width bin, with the central 95% of Binomial(n_b, conf_b) / n_b."""
     confidence, correct = fractions(confidence=confidence, correct=correct)
-    index = _equal_width(confidence, bins)
-    size = np.bincount(index, minlength=bins)
+    index = _equal_width(confidence)
+    size = np.bincount(index, minlength=BINS)
     n = np.where(size, size, np.nan)
-    mean = np.bincount(index, confidence, bins) / n
+    mean = np.bincount(index, confidence, BINS) / n
     low, high = (binom.ppf(level, n, mean) / n for level in (0.025, 0.975))
-    return Reliability(size, mean, np.bincount(index, correct, bins) / n, low, high)
+    return Reliability(size, mean, np.bincount(index, correct, BINS) / n, low, high)
 
 
 def apply_temperature(log_probs: npt.ArrayLike, temperature: float) -> Floats:
@@ -191,8 +234,8 @@ def apply_temperature(log_probs: npt.ArrayLike, temperature: float) -> Floats:
 def fit_temperature(log_probs: npt.ArrayLike, answers: npt.ArrayLike, low: float = 0.05, high: float = 20.0) -> float:
     """argmin_T NLL(softmax(log p / T)), T in [low, high] (Guo et al. 2017).
 
-    NLL is convex in b = 1/T with derivative  mean_i( E_{softmax(b log p_i)}[log p_i] - log p_i[a_i] ),  so the root of
-    that is the minimum; where it has none in range, the nearer end is.
+    NLL is convex in b = 1/T with derivative  mean_i( E_{softmax(b log p_i)}[log p_i] - log p_i[a_i] ).  Its minimum is
+    the root of that, or the nearer end of the range where there is no root in it.
     """
     log_probs, answers = questions(log_probs, answers)
     finite = np.where(np.isneginf(log_probs), 0.0, log_probs)  # 0 * -inf is NaN; their probability is 0 anyway
@@ -209,7 +252,7 @@ def fit_temperature(log_probs: npt.ArrayLike, answers: npt.ArrayLike, low: float
 
 
 def cross_tempered(log_probs: npt.ArrayLike, answers: npt.ArrayLike) -> Floats:
-    """With an output temperature, and no questions set aside for it: every other one is scaled by that of the rest, [n, C]."""
+    """Log-probabilities [n, C] at an output temperature: each half of the questions gets the one fitted on the other half."""
     log_probs, answers = questions(log_probs, answers)
     out, even = np.empty_like(log_probs), np.arange(len(answers)) % 2 == 0
     for scaled in (even, ~even):

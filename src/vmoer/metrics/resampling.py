@@ -1,8 +1,8 @@
 """Bootstrap intervals over questions, and over seeds where there are several.
 
-A draw resamples the n questions with replacement; given [seeds, n] it first resamples the seeds, then the questions,
-the same ones for every seed, since all seeds answer the same questions. With two or three seeds the spread between them
-is itself poorly known: resampling S of them understates its variance by the factor (S - 1)/S.
+A draw resamples the n questions with replacement. Given [seeds, n], it first resamples the seeds, then the questions:
+the same ones for every seed, since all seeds answer the same questions. Few seeds say little about the spread between
+seeds: resampling S of them understates its variance by the factor (S - 1)/S.
 """
 
 from collections.abc import Callable
@@ -49,7 +49,7 @@ def paired_bootstrap(
 ) -> Interval:
     """mean(a) - mean(b) of two methods on the same questions, each [n] or [seeds, n], with its percentile interval.
 
-    Pairing takes out the questions' own difficulty. Seeds are paired too: seed s of both starts from the same stage 1.
+    Pairing removes the difficulty of the questions. Seeds are paired too: seed s of both starts from the same stage 1.
     """
     a, b = np.asarray(values_a, dtype=np.float64), np.asarray(values_b, dtype=np.float64)
     if a.shape[-1:] != b.shape[-1:] or (a.ndim == b.ndim and a.shape != b.shape):
@@ -62,11 +62,11 @@ def bootstrap_metric(
 ) -> Interval:
     """[q_lo - bias, q_hi - bias],  bias = mean of the resampled metrics - the metric, for metrics that are not means.
 
-    Resampling repeats questions, which adds noise that an absolute value rectifies: ECE 0.027 has a bootstrap mean of
-    0.046, so its percentile interval sits too high. Shifted by that bias, the interval is one for the metric's
-    expectation *at this n*, noise floor included; in simulation it covers that in 94% to 99% of data sets, where the
-    percentile interval falls to 83% and the basic one (2 value - q) to 65%. It does not bound the calibration error of
-    infinite data: for that read `noise_floor` and `debiased_ece`.
+    Resampling repeats questions. That adds noise, which an absolute value turns into bias: an ECE of 0.027 has a
+    bootstrap mean of 0.046, so its percentile interval is too high. Shifted by that bias, the interval is one for the
+    metric's expectation *at this n*, noise floor included. In simulation it covers that in 94% to 99% of data sets,
+    where the percentile interval falls to 83% and the basic one (2 value - q) to 65%. It does not bound the calibration
+    error of infinite data: for that read `noise_floor` and `debiased_ece`.
 
     `arrays` are indexed by question first. Two methods are compared on the same questions through one metric of both:
     `bootstrap_metric(lambda c, y, d, z: ece(c, y) - ece(d, z), c, y, d, z)`.

@@ -2,8 +2,8 @@
 
     coverage_k = k / n,   risk_k = (1/k) * sum of the errors of the k most confident questions
 
-Among equally confident questions the order is arbitrary; every curve here is its mean over these orders, so that it
-does not depend on the order of the questions.
+The order of equally confident questions is arbitrary. Every curve here is the mean over their orders, so it does not
+depend on the order in which questions are given.
 """
 
 from typing import NamedTuple
@@ -15,6 +15,7 @@ from scipy.stats import beta, binom
 from vmoer.errors import InputError
 from vmoer.metrics._inputs import Floats, fractions, vector
 from vmoer.metrics.resampling import Interval
+from vmoer.metrics.tally import Tally
 
 STARTS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1)  # coverages from which a promised threshold is sought upwards
 
@@ -23,7 +24,7 @@ def risk_coverage(confidence: npt.ArrayLike, errors: npt.ArrayLike) -> tuple[Flo
     """Coverage and risk for k = 1..n, most confident first; `errors` in [0, 1], 1 for a wrong answer."""
     confidence, errors = fractions(confidence=confidence, errors=errors)
     _, group, size = np.unique(-confidence, return_inverse=True, return_counts=True)
-    # The mean over the orders within ties: each question of a group carries the group's mean error.
+    # In the mean over their orders, each of the tied questions has the mean error of all of them.
     mean_error = np.bincount(group, errors) / size
     accepted = np.arange(1, len(errors) + 1)
     return accepted / len(errors), np.cumsum(np.repeat(mean_error, size)) / accepted
@@ -31,7 +32,18 @@ def risk_coverage(confidence: npt.ArrayLike, errors: npt.ArrayLike) -> tuple[Flo
 
 def aurc(confidence: npt.ArrayLike, errors: npt.ArrayLike) -> float:
     """AURC = (1/n) sum_k risk_k (Geifman et al. 2019); lower is better."""
-    return float(risk_coverage(confidence, errors)[1].mean())
+    return float(aurc_of(_once(confidence, errors))[0])
+
+
+def aurc_of(t: Tally) -> Floats:
+    """`aurc` of each draw, [D]."""
+    # Risks at k = before + 1 .. before + size rise linearly in the errors of a tie, so their sums are in closed form.
+    size, hits, seen, _ = t.levels
+    errors, before = size - hits, seen - size
+    harmonic = np.concatenate([[0.0], np.cumsum(1 / np.arange(1, t.n + 1))])
+    steps = np.diff(harmonic[seen], prepend=0)
+    wrong_before, rate = errors.cumsum(1) - errors, errors / np.maximum(size, 1)
+    return np.asarray(((wrong_before - before * rate) * steps + errors).sum(1) / t.n, dtype=np.float64)
 
 
 def augrc(confidence: npt.ArrayLike, errors: npt.ArrayLike) -> float:
@@ -41,9 +53,19 @@ def augrc(confidence: npt.ArrayLike, errors: npt.ArrayLike) -> float:
     and AUROC that of confidence for telling right answers from wrong ones. Unlike AURC it does not give the few most
     confident questions most of the weight.
     """
-    coverage, risk = risk_coverage(confidence, errors)
-    generalised = risk * coverage
-    return float((generalised.sum() - generalised[-1] / 2) / len(risk))
+    return float(augrc_of(_once(confidence, errors))[0])
+
+
+def augrc_of(t: Tally) -> Floats:
+    """`augrc` of each draw, [D]."""
+    size, errors = t.levels.size_DL, t.levels.size_DL - t.levels.hits_DL
+    accepted = size * (errors.cumsum(1) - errors) + errors * (size + 1) / 2
+    return np.asarray((accepted.sum(1) - errors.sum(1) / 2) / t.n**2, dtype=np.float64)
+
+
+def _once(confidence: npt.ArrayLike, errors: npt.ArrayLike) -> Tally:
+    checked, wrong = fractions(confidence=confidence, errors=errors)
+    return Tally(checked, 1 - wrong)
 
 
 def threshold_for_risk(confidence: npt.ArrayLike, errors: npt.ArrayLike, risk: float) -> float:
@@ -59,14 +81,14 @@ def threshold_for_risk(confidence: npt.ArrayLike, errors: npt.ArrayLike, risk: f
 
 
 class Accepted(NamedTuple):
-    """What a threshold accepts of some questions: how many, and how many of those are wrong; intervals at a confidence."""
+    """The questions that a threshold accepts and the errors among them, with exact intervals."""
 
     questions: int
     accepted: int
     errors: int
     coverage: Interval
     risk: Interval
-    """Of the accepted; 0 to 1 where nothing is."""
+    """The share of errors among the accepted; its interval is 0 to 1 where none is accepted."""
 
 
 def accepted(scores: npt.ArrayLike, errors: npt.ArrayLike, threshold: float, confidence: float = 0.95) -> Accepted:
@@ -88,16 +110,16 @@ def clopper_pearson(successes: int, n: int, confidence: float) -> Interval:
 
 
 def upper_bound(successes: int, n: int, tail: float) -> float:
-    """max {p : P(Binomial(n, p) <= successes) >= tail}: what a proportion exceeds with probability `tail` at most."""
+    """max {p : P(Binomial(n, p) <= successes) >= tail}: the proportion is above it with probability `tail` at most."""
     return float(beta.ppf(1 - tail, successes + 1, n - successes)) if successes < n else 1.0
 
 
 class Promise(NamedTuple):
-    """A threshold on a score (larger: less certain), and what holds with the confidence asked for where it is kept to."""
+    """A threshold on a score (larger means less certain), and what it promises."""
 
     threshold: float
     risk: float
-    """An upper bound of the risk of what is accepted."""
+    """An upper bound of the risk of the accepted, which holds with the confidence that was asked for."""
     accepted: int
     errors: int
     coverage: float
@@ -111,11 +133,11 @@ def promised_threshold(scores: npt.ArrayLike, errors: npt.ArrayLike, risk: float
 
         P(Binomial(m, `risk`) <= errors)  <=  tail    happens with probability `tail` at most where risk(l) > `risk`.
 
-    From each of five coverages (1/16 to 1) l moves up over the scores for as long as that test holds, at
-    tail = (1 - confidence) / 5. To promise too much, a sequence must pass the first l with risk(l) > `risk`, or start
-    beyond it; so the best end of the five is wrong with probability 1 - confidence at most. No assumption is made on
-    how risk depends on the score, but that ties are few or risk grows with it. It holds for new questions drawn as
-    these were.
+    From each of five coverages (1/16 to 1) l moves up over the scores while the test passes, at
+    tail = (1 - confidence) / 5. A sequence promises too much only if it passes the first l with risk(l) > `risk`, or
+    starts beyond it. So the best of the five ends is wrong with probability 1 - confidence at most. This assumes that
+    ties are few or that risk grows with the score, and nothing else of how they depend on each other. The promise is
+    for new questions, drawn as these were.
     """
     scores, wrong = _scored(scores, errors)
     for name, share in (("risk", risk), ("confidence", confidence)):
@@ -128,7 +150,7 @@ def promised_threshold(scores: npt.ArrayLike, errors: npt.ArrayLike, risk: float
     failed = np.concatenate([[0], np.cumsum(np.bincount(group, wrong))]).astype(np.int64)
     passed = np.append(binom.cdf(failed, below, risk) <= tail, False)
     starts = [int(np.searchsorted(below, int(share * n), side="right")) - 1 for share in STARTS]
-    # where each sequence ends: before the first limit that does not pass
+    # Each sequence ends before the first limit that does not pass.
     ends = [start + int(np.argmin(passed[start:])) - 1 for start in starts if passed[start]]
     if not ends:
         bounds = {upper_bound(int(failed[i]), int(below[i]), tail): i for i in starts}
@@ -139,7 +161,7 @@ def promised_threshold(scores: npt.ArrayLike, errors: npt.ArrayLike, risk: float
         )
     end = max(ends)
     m, e = int(below[end]), int(failed[end])
-    # the largest number below the limit: "at most the threshold" is then "below the limit"
+    # The largest number below the limit: then "at most the threshold" means "below the limit".
     return Promise(float(np.nextafter(limits[end], -np.inf)), upper_bound(e, m, tail), m, e, m / n)
 
 

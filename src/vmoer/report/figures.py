@@ -1,7 +1,7 @@
-"""Figures as SVG text for the page: reliability, ROC, score histograms, risk-coverage.
+"""Figures as SVG text for the page: reliability, forest plots, ROC, score histograms, risk-coverage.
 
-Drawn on a transparent ground in `currentColor`, so that a figure takes the page's ink in light and in dark mode; curves
-in mid-tones near the Okabe-Ito palette, and dashed beyond eight. Text stays text. The same data give the same bytes.
+Figures are transparent and drawn in `currentColor`, so they take the page's ink in light and in dark mode. Curves have
+mid-tones near the Okabe-Ito palette, and are dashed beyond eight. Text stays text. The same data give the same bytes.
 """
 
 import html
@@ -16,13 +16,15 @@ import numpy as np
 import numpy.typing as npt
 
 from vmoer import metrics as m
-from vmoer.predictions import SIGNALS, Cell
+from vmoer.evaluation.predictions import Answered
+from vmoer.evaluation.scores import Row
 
 PALETTE = ("#0079c1", "#d55e00", "#009e73", "#cc79a7", "#b58900", "#56a5d8", "#8a63d2", "#7f8c8d")
 _DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))
 CURVES = 12  # more than a figure can show
 _INK = "#123456"  # stands for currentColor, which matplotlib does not know
 _RC = {
+    "text.parse_math": False,  # a name with dollars in it is a name
     **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), _INK),
     "svg.fonttype": "none",
     "font.size": 8.5,
@@ -50,7 +52,7 @@ def style(i: int) -> dict[str, Any]:
 
 
 class Canvas(NamedTuple):
-    """A figure being drawn on `axes`, one above the other."""
+    """A figure that is being drawn; its `axes` stand one above the other."""
 
     name: str
     drawing: Any
@@ -76,7 +78,7 @@ def canvas(name: str, size: tuple[float, float], rows: Sequence[float] = (1,)) -
 
 
 def with_legend(entries: int, columns: int) -> tuple[float, float]:
-    """The size of a figure whose legend stands below it: what it takes is not taken from the axes."""
+    """The size of a figure with a legend below it, which takes nothing from the height of the axes."""
     return 3.4, 2.6 + 0.15 * math.ceil(entries / columns)
 
 
@@ -85,60 +87,88 @@ def _inline(svg: str, alt: str) -> str:
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r'<g id="[^"]*"', "<g", svg).replace(_INK, "currentColor")
+    # a tenth of a point is fine enough; numbers that are read (texts) are no attributes
+    svg = re.sub(r' (?:d|x|y|transform)="[^"]*"', lambda found: re.sub(r"(\.\d)\d+", r"\1", found.group()), svg)
     svg = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font: \1px sans-serif", svg)
+    svg = re.sub(r"font-family: [^;\"]*", "font-family: sans-serif", svg)
     box = re.search(r'viewBox="[^"]*"', svg)
     assert box is not None
     root = f'<svg {box.group()} role="img" aria-label="{html.escape(alt, quote=True)}">'
     svg = root + svg[svg.index(">") + 1 :]
-    return "\n".join(line.rstrip() for line in svg.splitlines() if line.strip()) + "\n"
+    return "\n".join(line.strip() for line in svg.splitlines() if line.strip()) + "\n"
 
 
-def reliability(name: str, method: str, cell: Cell, about: str) -> Figure:
-    """Accuracy against confidence in 15 bins with the band of a calibrated model, above a histogram of confidence."""
-    confidence, correct = m.confidence(cell.log_probs), m.correct_per_question(cell.log_probs, cell.answers)
-    bins = m.reliability(confidence, correct)
-    filled = bins.size > 0
+def reliability(name: str, cells: Mapping[str, Answered], told: Mapping[str, str], about: str) -> Figure:
+    """Accuracy against confidence in 15 bins, above a histogram of confidence; one method has the band of a calibrated model.
+
+    `told` says of each method what the tables say of it: a figure computes no number of its own.
+    """
     with canvas(name, (3.4, 3.4), rows=(3.2, 1)) as drawn:
         top, bottom = drawn.axes
-        x = bins.confidence[filled]
         top.plot([0, 1], [0, 1], color=_INK, linewidth=0.6, alpha=0.6)
-        top.vlines(x, bins.low[filled], bins.high[filled], color=_INK, alpha=0.22, linewidth=8)
-        top.plot(x, bins.accuracy[filled], marker="o", markersize=4, color=PALETTE[1])
+        for i, (method, cell) in enumerate(cells.items()):
+            bins = m.reliability(m.confidence(cell.log_probs), m.correct_per_question(cell.log_probs, cell.answers))
+            filled, colour = bins.size > 0, PALETTE[1 - i]
+            x, edges = bins.confidence[filled], np.linspace(0, 1, len(bins.size) + 1)
+            if len(cells) == 1:
+                top.vlines(x, bins.low[filled], bins.high[filled], color=_INK, alpha=0.22, linewidth=8)
+            top.plot(x, bins.accuracy[filled], marker="o", markersize=4, color=colour, label=method)
+            bottom.stairs(bins.size / bins.size.sum(), edges, fill=True, color=colour, alpha=0.45)
         top.set(xlim=(0, 1), ylim=(-0.02, 1.02), ylabel="accuracy")
-        edges = np.linspace(0, 1, len(bins.size) + 1)
-        bottom.bar(
-            edges[:-1], bins.size / bins.size.sum(), width=np.diff(edges), align="edge", color=PALETTE[0], alpha=0.75
-        )
         bottom.set(xlabel="confidence", ylabel="share")
-        ece, floor = m.ece(confidence, correct), m.noise_floor(confidence, draws=200).mean
-        inside = int(((bins.accuracy >= bins.low) & (bins.accuracy <= bins.high))[filled].sum())
-        alt = (
-            f"Reliability diagram of {method} {about}: mean confidence {confidence.mean():.2f}, accuracy {correct.mean():.2f}, "
-            f"ECE {ece:.3f} where a calibrated model would show about {floor:.3f}; {inside} of {int(filled.sum())} bins lie in "
-            "the calibrated band."
+        if len(cells) > 1:
+            top.legend(loc="upper left")
+        numbers = "; ".join(f"{method}: {told[method]}" for method in cells)
+        return drawn.figure(f"{numbers}", f"Reliability diagram {about}. {numbers}.")
+
+
+def forest(name: str, lines: Mapping[str, Mapping[str, Row]], about: str, xlabel: str, zero: float = 0.0) -> Figure:
+    """Values with intervals: a line for each label, a colour for each series; hollow where the interval includes `zero`."""
+    series = list(dict.fromkeys(one for found in lines.values() for one in found))
+    height = 0.16 + 0.085 * len(series)
+    legend = math.ceil(len(series) / 3) if len(series) > 1 else 0
+    with canvas(name, (3.4, 0.6 + height * len(lines) + 0.17 * legend)) as drawn:
+        axes = drawn.axes[0]
+        axes.axvline(zero, linewidth=0.8, alpha=0.6, color=_INK)
+        for i, one in enumerate(series):
+            rows = {place: found[one] for place, found in enumerate(lines.values()) if one in found}
+            at = [place + (i - (len(series) - 1) / 2) * 0.8 / len(series) for place in rows]
+            bounds = [
+                (row["value"] if row[end] is None else row[end]) for end in ("low", "high") for row in rows.values()
+            ]
+            colour = style(i)["color"]
+            axes.hlines(at, bounds[: len(at)], bounds[len(at) :], color=colour, linewidth=1.2)
+            sure = [row["low"] is not None and not row["low"] <= zero <= row["high"] for row in rows.values()]
+            faces = [colour if certain else "none" for certain in sure]
+            axes.scatter([row["value"] for row in rows.values()], at, s=12, c=faces, edgecolors=colour, zorder=3)
+            axes.plot([], [], marker="o", markersize=3.5, color=colour, label=one)
+        axes.set(yticks=range(len(lines)), yticklabels=list(lines), ylim=(len(lines) - 0.45, -0.55), xlabel=xlabel)
+        axes.tick_params(axis="y", length=0)
+        if legend:
+            drawn.drawing.legend(loc="outside lower center", ncols=3)
+        said = "; ".join(
+            f"{label}: " + ", ".join(f"{one} {row['value']:.3f}" for one, row in found.items())
+            for label, found in lines.items()
         )
-        return drawn.figure(f"{method}: ECE {ece:.3f}, floor {floor:.3f}", alt)
+        return drawn.figure(about, f"{about} {said}.")
 
 
 def roc(name: str, scores: Mapping[str, tuple[npt.ArrayLike, npt.ArrayLike]], about: str) -> Figure:
     """ROC curves: `scores` maps a label to its values on the source task and on the shift."""
-    with canvas(name, (3.4, 3.9)) as drawn:
-        axes, areas = drawn.axes[0], {}
+    with canvas(name, (3.4, 2.7 + 0.13 * len(scores))) as drawn:
+        axes = drawn.axes[0]
         axes.plot([0, 1], [0, 1], color=_INK, linewidth=0.6, alpha=0.6)
         for i, (label, (inside, outside)) in enumerate(scores.items()):
             own, shifted = np.sort(np.asarray(inside)), np.sort(np.asarray(outside))
-            # One point per distinct score, highest first; ties give the sloping pieces.
+            # One point per distinct score, highest first; ties give the sloping pieces. 200 points are a smooth curve.
             thresholds = np.unique(np.concatenate([own, shifted]))[::-1]
+            thresholds = thresholds[np.unique(np.linspace(0, len(thresholds) - 1, 200).astype(int))]
             flagged = [1 - np.searchsorted(side, thresholds, "left") / len(side) for side in (own, shifted)]
-            areas[label] = m.auroc(own, shifted)
-            curve = {"color": _INK, "linestyle": ":"} if label == "prompt length" else style(i)
-            axes.plot(
-                *(np.concatenate([[0.0], side]) for side in flagged), label=f"{label} {areas[label]:.2f}", **curve
-            )
+            curve = {"color": _INK, "linestyle": ":"} if label.startswith("prompt_tokens") else style(i)
+            axes.plot(*(np.concatenate([[0.0], side]) for side in flagged), label=label, **curve)
         axes.set(xlim=(0, 1), ylim=(0, 1.01), xlabel="false positives", ylabel="true positives")
         drawn.drawing.legend(loc="outside lower center")
-        listed = ", ".join(f"{label} {area:.2f}" for label, area in areas.items())
-        return drawn.figure(f"ROC, {about}", f"ROC curves, {about}. AUROC: {listed}.")
+        return drawn.figure(f"ROC, {about}", f"ROC curves, {about}, with AUROC: {', '.join(scores)}.")
 
 
 def histogram(name: str, signal: str, values: Mapping[str, npt.ArrayLike], about: str) -> Figure:
@@ -159,29 +189,22 @@ def histogram(name: str, signal: str, values: Mapping[str, npt.ArrayLike], about
         return drawn.figure(f"{signal} ({about})", f"Histogram of {signal}, {about}. Medians: {medians}.")
 
 
-def risk_coverage(name: str, cells: Mapping[str, Cell], about: str) -> Figure:
-    """Error rate among the most confident questions, against the share answered; of many methods those in one pass."""
-    if len(cells) > CURVES:
-        cells = {method: cell for method, cell in cells.items() if "+" not in method or method == "map+ts"}
-        about += ", one pass"
+def risk_coverage(name: str, cells: Mapping[str, Answered], told: Mapping[str, str], about: str) -> Figure:
+    """Error rate among the most confident questions, against the share answered; `told` as in `reliability`."""
     with canvas(name, with_legend(len(cells), 2)) as drawn:
-        axes, described = drawn.axes[0], []
+        axes = drawn.axes[0]
         for i, (method, cell) in enumerate(cells.items()):
             errors = 1 - m.correct_per_question(cell.log_probs, cell.answers)
             coverage, risk = m.risk_coverage(m.confidence(cell.log_probs), errors)
-            # The risk of the first few answers is noise, and 300 points are a smooth curve.
-            shown = np.unique(np.linspace(min(9, len(risk) - 1), len(risk) - 1, 300).astype(int))
-            axes.plot(coverage[shown], risk[shown], label=method, **style(i))
-            described.append(f"{method} {risk[(len(risk) - 1) // 2]:.3f}")
+            # The risk of the first few answers is noise, and 100 points are a smooth curve.
+            points = np.unique(np.linspace(min(9, len(risk) - 1), len(risk) - 1, 100).astype(int))
+            axes.plot(coverage[points], risk[points], label=method, **style(i))
         axes.set(xlim=(0, 1), ylim=(0, None), xlabel="coverage", ylabel="risk")
         drawn.drawing.legend(loc="outside lower center", ncols=2)
-        return drawn.figure(
-            f"Risk against coverage, {about}",
-            f"Risk against coverage, {about}. Risk at half coverage: {', '.join(described)}.",
-        )
+        numbers = ", ".join(f"{method} {told[method]}" for method in cells)
+        return drawn.figure(f"Risk against coverage, {about}", f"Risk against coverage, {about}. AURC: {numbers}.")
 
 
-def signals(cell: Cell) -> dict[str, npt.NDArray[np.float64]]:
-    """The signals of a cell in their fixed order, prompt length last."""
-    ordered = {name: cell.signals[name] for name in SIGNALS if name in cell.signals}
-    return {**ordered, "prompt length": cell.prompt_tokens.astype(np.float64)}
+def signals(cell: Answered) -> dict[str, npt.NDArray[np.float64]]:
+    """The signals of some answers, and the length of their prompts."""
+    return {**cell.signals, "prompt_tokens": cell.prompt_tokens.astype(np.float64)}

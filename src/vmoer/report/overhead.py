@@ -1,20 +1,19 @@
 """What attaching costs in time and memory, measured: bars and a table.
 
-Rows `{geometry, method, phase, launch, tokens, batch, time_ratio, low, high, memory_ratio}` come from `DIR/overhead.json`, as
-`vmoer bench` writes it, or else from what the efficiency study timed on this machine. Ratios are to the plain model.
+Rows `{geometry, method, phase, launch, tokens, batch, time_ratio, low, high, memory_ratio}` come from `DIR/overhead.json`,
+which `vmoer bench` writes. Without that file they are the times of the efficiency study. Ratios are to the plain model.
 """
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from vmoer.errors import InputError
+from vmoer.evaluation.scores import Row
+from vmoer.files import read_json
 from vmoer.report.figures import Figure, canvas, style
 from vmoer.report.page import Section
 from vmoer.report.tables import Entry, Table, number
 
-Row = dict[str, Any]
 PLAIN = "map"
 NEEDED = {"geometry", "method", "phase", "tokens", "batch", "time_ratio"}
 
@@ -25,7 +24,7 @@ def read(directory: Path, rows: Sequence[Row]) -> tuple[list[Row], str]:
     if not path.exists():
         return [_as_measured(row) for row in rows if row.get("metric") == "time_ratio"], "metrics.json"
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path)
         machine = found.get("machine", {}) if isinstance(found, dict) else {}
         measured = found["rows"] if isinstance(found, dict) else found
         whole = bool(measured) and all(row.keys() >= NEEDED for row in measured)
@@ -53,7 +52,7 @@ def _percent(ratio: float | None) -> float | None:
 
 
 def _shown(rows: Sequence[Row]) -> list[str]:
-    """What the bars show: the largest prefill and the largest decode batch, decode by CUDA graph where there is one."""
+    """The names of what the bars show: the largest prefill and the largest decode batch, by CUDA graph if measured."""
     names = []
     for phase in ("prefill", "decode"):
         own = [row for row in rows if row["phase"] == phase and row["time_ratio"] is not None]

@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 
+from vmoer.evaluation.scores import Row
 from vmoer.report.figures import CURVES, Figure, canvas, style, with_legend
 from vmoer.report.page import Section
-from vmoer.report.rows import Row, mean, only, papers_value, spread, values
-from vmoer.report.tables import Entry, Table, number
+from vmoer.report.rows import interval, mean, only, papers_value, printed, spread, values
+from vmoer.report.tables import Entry, Table
 
 # -- brittleness -------------------------------------------------------------------------------------------------------
 
@@ -66,15 +67,33 @@ def brittleness(rows: list[Row]) -> Section:
 def _difference(rows: Sequence[Row]) -> Entry:
     """The paired difference over seeds, or that of the only seed."""
     overall = only(rows, seed=None) or rows
-    if not overall:
-        return Entry("-")
-    value, low, high = (overall[0][key] for key in ("value", "low", "high"))
-    return number(value, low, high, digits=4)._replace(tone="better" if low > 0 else "worse" if high < 0 else "")
+    return interval(overall[0], digits=4, rising=True) if overall else Entry("-")
 
 
 def stability(rows: list[Row]) -> Section:
-    found = only(rows, metric="jaccard")
+    found, differences = only(rows, metric="jaccard"), only(rows, metric="jaccard_minus_map")
     gammas = sorted(values(found, "gamma"))
+    columns = ["method", "two identical passes", *(f"{gamma:g}" for gamma in gammas[1:])]
+    notes = ["Mean over the attached layers; intervals over prompts. The column of identical passes is the floor."]
+    notes += ["map is given once for all methods that are attached to the same layers."]
+    title = "Routing stability: Jaccard under noise"
+    table = Table("stability", title, [*columns, "paper (Granite), same gammas"], _kept(found, gammas), notes)
+    verdicts = [
+        [Entry(method), *(_difference(only(differences, method=method, gamma=gamma)) for gamma in gammas)]
+        for method in values(differences, "method")
+    ]
+    note = (
+        "Paired over prompts; where there are several seeds, these are resampled first, then prompts, the same for all "
+        "seeds. An interval that includes zero is no difference."
+    )
+    title = "Difference to map at the same layers, fixed points"
+    against = Table("stability-against-map", title, columns, verdicts, [note])
+    text = "Stability verified as in the brittleness measurement, at the attached layers, with fixed points and with fresh noise."
+    return Section("stability", "Routing stability", [text], [table, against], [stability_curves(found, gammas)])
+
+
+def _kept(found: Sequence[Row], gammas: Sequence[float]) -> list[list[Entry]]:
+    """A line for each method, the paper's values last."""
     body, shown = [], []
     for method in values(found, "method"):
         entries = [spread(only(found, method=method, gamma=gamma)) for gamma in gammas]
@@ -82,33 +101,13 @@ def stability(rows: list[Row]) -> Section:
             if entries in shown:
                 continue
             shown.append(entries)
-        printed = [papers_value("stability", method.partition("@")[0], "jaccard", gamma=gamma) for gamma in gammas[1:]]
-        theirs = " / ".join("-" if value is None else f"{value:.3f}" for value in printed)
-        body.append([Entry(method), *entries, Entry(theirs if any(v is not None for v in printed) else "-")])
-    columns = [
-        "method",
-        "two identical passes",
-        *(f"{gamma:g}" for gamma in gammas[1:]),
-        "paper (Granite), same gammas",
-    ]
-    notes = ["Mean over the attached layers; intervals over prompts. The column of identical passes is the floor."]
-    notes += ["map is given once for all methods that are attached to the same layers."]
-    table = Table("stability", "Routing stability: Jaccard under noise", columns, body, notes)
-    differences = only(rows, metric="jaccard_minus_map")
-    verdicts = [
-        [Entry(method), *(_difference(only(differences, method=method, gamma=gamma)) for gamma in gammas)]
-        for method in values(differences, "method")
-    ]
-    against = Table(
-        "stability-against-map",
-        "Difference to map at the same layers, fixed points",
-        ["method", "two identical passes", *(f"{gamma:g}" for gamma in gammas[1:])],
-        verdicts,
-        [
-            "Paired over prompts; where there are several seeds, these are resampled first, then prompts, the same for all "
-            "seeds. An interval that includes zero is no difference.",
-        ],
-    )
+        theirs = [papers_value("stability", method.partition("@")[0], "jaccard", gamma=gamma) for gamma in gammas[1:]]
+        body.append([Entry(method), *entries, Entry("-" if set(theirs) == {None} else printed(theirs))])
+    return body
+
+
+def stability_curves(found: Sequence[Row], gammas: Sequence[float]) -> Figure:
+    """Mean Jaccard against gamma, a line for each method and one for map."""
     # map at the layers of each method is one curve where all are attached to the same layers: the first stands for it
     curves = [name for name in values(found, "method") if not name.startswith("map at ")]
     own = [name for name in values(found, "method") if name.startswith("map at ")]
@@ -123,6 +122,4 @@ def stability(rows: list[Row]) -> Section:
         axes.set(xscale="log", ylim=(None, 1.01), xlabel="noise level gamma", ylabel="mean Jaccard")
         drawn.drawing.legend(loc="outside lower center", ncols=2)
         alt = f"Mean Jaccard of expert sets against gamma, a line a method. At {gammas[-1]:g}: {', '.join(described)}."
-        figure = drawn.figure("Jaccard against noise", alt)
-    text = "Stability verified as in the brittleness measurement, at the attached layers, with fixed points and with fresh noise."
-    return Section("stability", "Routing stability", [text], [table, against], [figure])
+        return drawn.figure("Jaccard against noise", alt)

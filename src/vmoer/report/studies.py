@@ -1,20 +1,20 @@
 """Sections for the studies beside calibration: tables and figures from their rows, the paper's value beside ours.
 
-Every builder takes the rows of one study and returns what there is to show; rows of one model and task are assumed.
+Every builder takes the rows of one study, of one model and task, and returns its section.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from vmoer.errors import InputError
+from vmoer.evaluation.scores import Row
 from vmoer.report import factors, robustness
-from vmoer.report.figures import canvas, style
+from vmoer.report import paper as paper_tables
+from vmoer.report.figures import Figure, canvas, style
 from vmoer.report.page import Section
-from vmoer.report.robustness import brittleness_curve, brittleness_layers
-from vmoer.report.rows import Row, mean, only, papers_value, spread, values
+from vmoer.report.rows import mean, only, papers_value, printed, spread, values
 from vmoer.report.tables import Entry, Table, number
-
-__all__ = ["BUILDERS", "brittleness_curve", "brittleness_layers", "sections"]
 
 # -- efficiency --------------------------------------------------------------------------------------------------------
 
@@ -24,36 +24,30 @@ _MEAN_FIELD = (
 )
 
 
+# column, metric, its unit, digits, and whether the paper prints it
+_COUNTED = (
+    ("params M", "parameters", 1e6, 1, True),
+    ("% of 800M", "parameters_percent_of_paper", 1, 2, False),
+    ("G MACs", "macs", 1e9, 4, True),
+    ("GFLOPs", "flops", 1e9, 4, False),
+    ("% of 0.897 G", "macs_percent_of_paper", 1, 2, False),
+    ("% of own count", "macs_percent", 1, 2, False),
+)
+
+
 def _efficiency(rows: list[Row]) -> Section:
-    body = []
     rows = [row for row in rows if row["metric"] != "time_ratio"]  # what was timed has a section of its own
+    columns, body = ["method"], []
+    for column, _, _, _, by_paper in _COUNTED:
+        columns += [column, *["paper"] * by_paper]
     for method in values(rows, "method"):
         own = {row["metric"]: row["value"] for row in only(rows, method=method)}
-        theirs = {metric: papers_value("efficiency", method, metric) for metric in ("parameters", "macs")}
-        body.append(
-            [
-                Entry(method),
-                number(own["parameters"] / 1e6, digits=1),
-                Entry("-") if theirs["parameters"] is None else number(theirs["parameters"] / 1e6, digits=1),
-                number(own["parameters_percent_of_paper"], digits=2),
-                number(own["macs"] / 1e9, digits=4),
-                Entry("-") if theirs["macs"] is None else number(theirs["macs"] / 1e9, digits=4),
-                number(own["flops"] / 1e9, digits=4),
-                number(own["macs_percent_of_paper"], digits=2),
-                number(own["macs_percent"], digits=2),
-            ]
-        )
-    columns = [
-        "method",
-        "params M",
-        "paper",
-        "% of 800M",
-        "G MACs",
-        "paper",
-        "GFLOPs",
-        "% of 0.897 G",
-        "% of own count",
-    ]
+        line = [Entry(method)]
+        for _, metric, unit, digits, by_paper in _COUNTED:
+            theirs = papers_value("efficiency", method, metric) if by_paper else None
+            line.append(number(own[metric] / unit, digits=digits))
+            line += [number(None if theirs is None else theirs / unit, digits=digits)] * by_paper
+        body.append(line)
     notes = [
         "Granite-3B geometry on the meta device: ten layers, D 1536, N 40, S 35, H = D / 4; per token, frozen logits left out.",
         "What the paper calls GFLOPs are multiply-accumulates; ours are under both names.",
@@ -61,6 +55,11 @@ def _efficiency(rows: list[Row]) -> Section:
         "Full covariance is 1.07% in the paper's own table, so not under one percent.",
     ]
     table = Table("efficiency", "Parameters and arithmetic", columns, body, notes)
+    text = "Counted from the modules themselves, not from formulas."
+    return Section("efficiency", "Efficiency", [text], [table], [_added_arithmetic(rows)])
+
+
+def _added_arithmetic(rows: list[Row]) -> Figure:
     with canvas("efficiency-bars", (3.4, 2.6)) as drawn:
         axes, methods = drawn.axes[0], values(rows, "method")
         shares = [mean(only(rows, method=method, metric="macs_percent_of_paper")) or 0.0 for method in methods]
@@ -68,91 +67,68 @@ def _efficiency(rows: list[Row]) -> Section:
         axes.axvline(1, linewidth=0.8, color=style(1)["color"])
         axes.set(xlabel="added MACs, % of 0.897 G")
         listed = ", ".join(f"{name} {share:.2f}" for name, share in zip(methods, shares, strict=True))
-        figure = drawn.figure("Added arithmetic; the line is one percent", f"Added MACs in percent: {listed}.")
-    return Section(
-        "efficiency", "Efficiency", ["Counted from the modules themselves, not from formulas."], [table], [figure]
-    )
+        return drawn.figure("Added arithmetic; the line is one percent", f"Added MACs in percent: {listed}.")
 
 
 # -- ablations ---------------------------------------------------------------------------------------------------------
 
 
-def _ablation(rows: list[Row], name: str, title: str, text: str) -> Section:
+def _ablation(rows: list[Row], name: str, title: str, paper: bool) -> Table:
+    """A line for each method and choice of layers; `paper` adds what the paper prints of them."""
     body = []
-    for method in values(rows, "method"):
-        for layers in values(only(rows, method=method), "layers"):
-            own = only(rows, method=method, layers=layers)
-            strategy = layers.partition(":")[0]
-            printed = "susceptible" if strategy == "susceptible" else f"{strategy}-10"
-            theirs = [
-                papers_value("layer-placement", method, m, layers=printed)
-                for m in ("jaccard_minus_map", "ece", "auroc")
-            ]
-            shown = " / ".join("-" if value is None else f"{value:.3f}" for value in theirs)
-            signals = [s for s in values(own, "signal") if s != "novelty"]
-            signal = signals[0] if signals else None
-            body.append(
-                [
-                    Entry(method),
-                    Entry(layers),
-                    spread(only(own, metric="jaccard_minus_map")),
-                    spread(only(own, metric="ece")),
-                    spread(only(own, metric="debiased_ece")),
-                    spread(only(own, metric="nll")),
-                    spread(only(own, metric="auroc", signal=signal)),
-                    spread(only(own, metric="auroc", signal="novelty")),
-                ]
-            )
-            if name == "layer-placement":
-                body[-1].append(Entry(shown))
-    columns = [
-        "method",
-        "layers",
-        "Jaccard - map at 0.005",
-        "ECE",
-        "dECE",
-        "NLL",
-        "AUROC (own signal)",
-        "AUROC (novelty)",
+    tried = [
+        (method, layers) for method in values(rows, "method") for layers in values(only(rows, method=method), "layers")
     ]
-    columns += ["paper: dJS / ECE / AUROC"] * (name == "layer-placement")
+    for method, layers in tried:
+        own = only(rows, method=method, layers=layers)
+        signal = next((signal for signal in values(own, "signal") if signal != "novelty"), None)
+        line = [Entry(method), Entry(layers)]
+        line += [spread(only(own, metric=m)) for m in ("jaccard_minus_map", "ece", "debiased_ece", "nll")]
+        line += [spread(only(own, metric="auroc", signal=s)) for s in (signal, "novelty")]
+        if paper:
+            strategy = layers.partition(":")[0]
+            chosen = "susceptible" if strategy == "susceptible" else f"{strategy}-10"
+            metrics = ("jaccard_minus_map", "ece", "auroc")
+            line.append(
+                Entry(printed([papers_value(name, method.partition("@")[0], m, layers=chosen) for m in metrics]))
+            )
+        body.append(line)
+    columns = ["method", "layers", "Jaccard - map at 0.005", "ECE", "dECE", "NLL", "AUROC (own signal)"]
+    columns += ["AUROC (novelty)", *["paper: dJS / ECE / AUROC"] * paper]
     floor = mean(only(rows, metric="ece_floor"))
     notes = [
         "Ranges are the lowest and highest seed.",
         f"ECE of a calibrated model with these confidences: about {floor:.3f}.",
     ]
-    table = Table(name, title, columns, body, notes, labels=2)
-    figures = []
-    if name == "layer-count":
-        with canvas("layer-count", (3.4, 2.8)) as drawn:
-            axes, said = drawn.axes[0], []
-            for i, method in enumerate(values(rows, "method")):
-                own = only(rows, method=method, metric="ece")
-                counts = sorted({int(row["layers"].partition(":")[2]) for row in own})
-                at = [[r["value"] for r in own if r["layers"] == f"susceptible:{n}"] for n in counts]
-                axes.plot(counts, [np.mean(v) for v in at], marker="o", markersize=3, label=method, **style(i))
-                axes.fill_between(
-                    counts, [min(v) for v in at], [max(v) for v in at], color=style(i)["color"], alpha=0.15
-                )
-                said.append(f"{method}: " + ", ".join(f"{n} {np.mean(v):.3f}" for n, v in zip(counts, at, strict=True)))
-            axes.set(xlabel="layers attached", ylabel="ECE")
-            axes.legend()
-            figures.append(
-                drawn.figure(
-                    "ECE by number of layers, range over seeds", f"ECE by number of layers. {'; '.join(said)}."
-                )
-            )
-    return Section(name, title, [text], [table], figures)
+    return Table(name, title, columns, body, notes, labels=2)
+
+
+def _by_count(rows: list[Row]) -> Figure:
+    with canvas("layer-count", (3.4, 2.8)) as drawn:
+        axes, said = drawn.axes[0], []
+        for i, method in enumerate(values(rows, "method")):
+            own = only(rows, method=method, metric="ece")
+            counts = sorted({int(row["layers"].partition(":")[2]) for row in own})
+            at = [[row["value"] for row in only(own, layers=f"susceptible:{n}")] for n in counts]
+            axes.plot(counts, [np.mean(v) for v in at], marker="o", markersize=3, label=method, **style(i))
+            axes.fill_between(counts, [min(v) for v in at], [max(v) for v in at], color=style(i)["color"], alpha=0.15)
+            said.append(f"{method}: " + ", ".join(f"{n} {np.mean(v):.3f}" for n, v in zip(counts, at, strict=True)))
+        axes.set(xlabel="layers attached", ylabel="ECE")
+        axes.legend()
+        caption = "ECE by number of layers, range over seeds"
+        return drawn.figure(caption, f"ECE by number of layers. {'; '.join(said)}.")
 
 
 def _layer_count(rows: list[Row]) -> Section:
+    name, title = "layer-count", "How many layers"
     text = "The L most susceptible layers; the paper finds L = 10 of 32 best."
-    return _ablation(rows, "layer-count", "How many layers", text)
+    return Section(name, title, [text], [_ablation(rows, name, title, paper=False)], [_by_count(rows)])
 
 
 def _layer_placement(rows: list[Row]) -> Section:
+    name, title = "layer-placement", "Which layers"
     text = "The same number of layers at the first, middle, last and most susceptible places."
-    return _ablation(rows, "layer-placement", "Which layers", text)
+    return Section(name, title, [text], [_ablation(rows, name, title, paper=True)])
 
 
 # -- temperature sweep -------------------------------------------------------------------------------------------------
@@ -166,13 +142,8 @@ def _temperature_sweep(rows: list[Row]) -> Section:
     body = []
     for t in temperatures:
         at = only(sampled, temperature=t)
-        later = [row for row in at if row["layer"] != first]
-        body.append(
-            [
-                Entry(f"{t:g}"),
-                *(number(mean(only(group, metric=m))) for group in (at, later) for m in ("accuracy", "ece")),
-            ]
-        )
+        groups = (at, [row for row in at if row["layer"] != first])
+        body.append([Entry(f"{t:g}"), *(number(mean(only(g, metric=m))) for g in groups for m in ("accuracy", "ece"))])
     columns = ["T", "accuracy, all layers", "ECE, all layers", f"accuracy, without {first}", f"ECE, without {first}"]
     notes = [
         f"Deterministic: accuracy {line['accuracy']:.3f}, ECE {line['ece']:.3f}; a calibrated model would show about "
@@ -214,23 +185,27 @@ def _topk_bias(rows: list[Row]) -> Section:
     return Section("topk-bias", "The bias of Top-K", [text], [table])
 
 
-BUILDERS = {
-    "brittleness": robustness.brittleness,
-    "temperature-sweep": _temperature_sweep,
-    "stability": robustness.stability,
-    "layer-count": _layer_count,
-    "layer-placement": _layer_placement,
-    "topk-bias": _topk_bias,
-    "efficiency": _efficiency,
-    "factors": factors.section,
+# what makes a study's section, and the metric without which there is nothing to show
+BUILDERS: dict[str, tuple[Callable[[list[Row]], Section], str | None]] = {
+    "brittleness": (robustness.brittleness, "jaccard"),
+    "temperature-sweep": (_temperature_sweep, "accuracy"),
+    "stability": (robustness.stability, "jaccard"),
+    "layer-count": (_layer_count, "ece"),
+    "layer-placement": (_layer_placement, "ece"),
+    "topk-bias": (_topk_bias, "answers_changed"),
+    "efficiency": (_efficiency, "macs"),
+    "factors": (factors.section, "nll"),
+    "paper": (paper_tables.section, None),  # any of its tables will do
 }
 
 
 def sections(rows: Sequence[Row]) -> list[Section]:
     """A section for every study that has rows, in the order of the paper."""
     made = []
-    for study, build in BUILDERS.items():
+    for study, (build, needed) in BUILDERS.items():
         own = [row for row in rows if row.get("study") == study]
+        if own and needed and not only(own, metric=needed):
+            raise InputError(f"metrics.json is incomplete: the study {study} has no row of {needed}")
         if own:
             made.append(build(own))
     return made

@@ -1,10 +1,11 @@
 """From rows of `metrics.json` to tables: calibration, verdicts, OoD detection, selective prediction."""
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from vmoer.evaluation.scores import BASELINES, Row
 from vmoer.report.tables import Entry, Table, number
-from vmoer.scores import BASELINES, Row
 
 _CALIBRATION = {
     "accuracy": "ACC",
@@ -42,7 +43,10 @@ class Setting(NamedTuple):
         """A file name's part; of the model only its last name."""
         model = [self.model.rstrip("/").rsplit("/", 1)[-1]] if self.model and not self.alone else []
         text = "-".join([*model, self.source, *([self.task] if self.shifted else [])])
-        return "".join(c if c.isalnum() or c in "-_." else "_" for c in text)
+        plain = "".join(c if c.isalnum() or c in "-_." else "_" for c in text)
+        if plain == text:
+            return text
+        return f"{plain}-{hashlib.sha256(text.encode()).hexdigest()[:6]}"  # "a b" is not "a_b"
 
 
 class Scores:
@@ -106,8 +110,8 @@ def _overlaps(row: Row, best: Row) -> bool:
 def best_within_noise(scores: Scores, metric: str) -> tuple[set[str], bool]:
     """The best method and all that cannot be told from it, and whether that rests on paired intervals throughout.
 
-    Paired: the interval of a method's difference to the best one includes zero. Without such a row, the two intervals
-    overlap: a weaker test, which calls too many methods equal.
+    A method cannot be told from the best one where the paired interval of their difference includes zero. Without such
+    a row, it is where their two intervals overlap: a weaker test, which calls too many methods equal.
     """
     found = {
         method: row for method in scores.methods if (row := scores.get(method, metric)) and row["value"] is not None
@@ -145,7 +149,7 @@ def _compared(scores: Scores, metrics: dict[str, str]) -> tuple[list[list[Entry]
 
 
 def floor_notes(scores: Scores) -> list[str]:
-    """What the noise floor of ECE forbids to conclude, in words."""
+    """Sentences on differences of ECE that are smaller than its noise floor."""
     found = {name: v for name in scores.methods if (v := scores.value(name, "ece")) is not None}
     floors = {name: v for name in found if (v := scores.value(name, "ece_floor")) is not None}
     if not floors:
@@ -196,7 +200,7 @@ def verdict(scores: Scores, method: str, metric: str, baseline: str) -> str | No
 def verdict_table(scores: Scores) -> Table:
     """Every method against map, and against map with output temperature scaling."""
     pairs = [(metric, baseline) for baseline in BASELINES for metric in VERDICTS]
-    # Output temperature leaves the answers of map alone, so accuracy against it is told already.
+    # Output temperature does not change the answers of map, so accuracy against map+ts is that against map.
     pairs = [pair for pair in pairs if pair != ("accuracy", "map+ts")]
     rows = []
     for method in scores.methods:
@@ -255,9 +259,12 @@ def _best_signals(scores: Scores, metric: str, pairs: Sequence[tuple[str, str]])
 
 
 def tables(rows: Sequence[Row]) -> list[Table]:
-    """Every table that the rows allow, in the order of the report."""
-    made = []
-    for scores in settings(rows):
-        made += [calibration_table(scores), verdict_table(scores), selective_table(scores)]
-        made += [detection_table(scores)] if scores.setting.shifted else []
+    """Every table that the rows allow."""
+    return [table for scores in settings(rows) for table in parts(scores)]
+
+
+def parts(scores: Scores) -> list[Table]:
+    """Every table that the scores of one setting allow."""
+    made = [calibration_table(scores), verdict_table(scores), selective_table(scores)]
+    made += [detection_table(scores)] if scores.setting.shifted else []
     return [table for table in made if table.rows]

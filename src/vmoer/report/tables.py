@@ -13,6 +13,7 @@ _LATEX = {
     "<": r"\textless{}",
     ">": r"\textgreater{}",
     "→": r"$\rightarrow$",
+    "†": r"\textdagger{}",
 }
 
 
@@ -59,9 +60,9 @@ def to_terminal(table: Table, width: int | None = None, colour: bool = False) ->
     from rich.table import Table as Rich
     from rich.text import Text
 
-    grid = Rich(title=table.title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold")
+    grid = Rich(box=box.SIMPLE_HEAD)
     for i, column in enumerate(table.columns):
-        grid.add_column(Text(column), justify="left" if i < table.labels else "right", vertical="top")
+        grid.add_column(Text(column), justify="left" if i < table.labels else "right", overflow="fold")
     for row in table.rows:
         texts = []
         for entry in row:
@@ -71,6 +72,7 @@ def to_terminal(table: Table, width: int | None = None, colour: bool = False) ->
     stream = io.StringIO()
     # A set width, not the terminal's: wide enough for any table of ours unless the caller knows better.
     console = Console(file=stream, width=width or 200, force_terminal=colour, no_color=not colour, legacy_windows=False)
+    console.print(Text(table.title, style="bold"))  # not the grid's own title, which it folds to its width
     console.print(grid)
     for note in table.notes:
         console.print(Text(f"  {note}"))
@@ -85,11 +87,21 @@ def to_markdown(table: Table) -> str:
         return " ".join(filter(None, [f"**{text}**" if entry.best else text, entry.detail]))
 
     header = [column.replace("|", "\\|") for column in table.columns]
-    rule = [":---" if i < table.labels else "---:" for i in range(len(header))]
-    rows = [[write(entry) for entry in row] for row in table.rows]
-    lines = [f"| {' | '.join(cells)} |" for cells in (header, rule, *rows)]
+    lines = grid(header, ([write(entry) for entry in row] for row in table.rows), table.labels)
     notes = ["", *(f"- {note}" for note in table.notes)] if table.notes else []
     return "\n".join([f"### {table.title}", "", *lines, *notes]) + "\n"
+
+
+def grid(header: Sequence[str], rows: Iterable[Sequence[str]], labels: int | None = None) -> list[str]:
+    """The lines of a table in GitHub's Markdown; given `labels`, the columns after so many are aligned to the right."""
+
+    def line(cells: Sequence[str]) -> str:
+        return f"| {' | '.join(cells)} |"
+
+    rule = "|---" * len(header) + "|"
+    if labels is not None:
+        rule = line([":---" if i < labels else "---:" for i in range(len(header))])
+    return [line(header), rule, *map(line, rows)]
 
 
 def to_csv(table: Table) -> str:
@@ -104,15 +116,26 @@ def to_csv(table: Table) -> str:
         header += [column]
         header += [f"{column} low", f"{column} high"] * spread[i] + [f"{column} best"] * marked[i]
         header += [f"{column} verdict"] * words[i]
-    writer.writerow(header)
+    writer.writerow(map(_inert, header))
     for row in table.rows:
         line: list[str] = []
         for i, entry in enumerate(row):
             plain = [_exact(entry.low), _exact(entry.high)]
             line += [entry.text if entry.value is None else _exact(entry.value)]
             line += plain * spread[i] + [str(int(entry.best))] * marked[i] + [entry.text] * words[i]
-        writer.writerow(line)
+        writer.writerow(map(_inert, line))
     return stream.getvalue()
+
+
+def _inert(cell: str) -> str:
+    """A cell that no spreadsheet takes for a formula: names that begin like one get a quote before them, numbers do not."""
+    if not cell.lstrip().startswith(("=", "+", "-", "@")) or cell == "-":
+        return cell
+    try:
+        float(cell)
+    except ValueError:
+        return f"'{cell}"
+    return cell
 
 
 def _exact(value: float | None) -> str:

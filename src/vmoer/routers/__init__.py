@@ -1,9 +1,22 @@
-"""The methods. One file each; `methods()` maps their keys, as the command line and router files spell them, to configurations."""
+"""The methods. One file each; `methods()` maps their keys, as the command line and router files spell them, to configurations.
 
-import difflib
+A new method is one file beside these and one line below (docs/adding-a-method.md).
+"""
 
-from vmoer.errors import InputError
-from vmoer.routers._base import Call, Config, Posterior, Router, Routing
+from vmoer.errors import InputError, unknown
+from vmoer.routers._base import (
+    Call,
+    Config,
+    Control,
+    Points,
+    Posterior,
+    Presets,
+    Router,
+    Routing,
+    Search,
+    at_least,
+    choice,
+)
 from vmoer.routers.deterministic import Deterministic
 from vmoer.routers.full_covariance import FullCovariance
 from vmoer.routers.laplace import Laplace
@@ -14,7 +27,19 @@ from vmoer.routers.swag import SWAG
 from vmoer.routers.temperature import Temperature
 from vmoer.routers.variational_temperature import VariationalTemperature
 
-_ALL: tuple[type[Config], ...] = (
+METHODS: dict[str, type[Config]] = {}
+"""The registry, in the order in which methods are listed."""
+
+
+def register(config: type[Config]) -> type[Config]:
+    """Make a method known by its key: to the command line, to studies and benchmarks, and to files of saved routers."""
+    if not config.key or METHODS.get(config.key, config) is not config:
+        raise InputError(f"{config.__name__} needs a key of its own, and {config.key!r} is none")
+    METHODS[config.key] = config
+    return config
+
+
+for _config in (
     Deterministic,
     Temperature,
     MCDropout,
@@ -24,37 +49,51 @@ _ALL: tuple[type[Config], ...] = (
     LowRank,
     VariationalTemperature,
     Laplace,
-)
+):
+    register(_config)
 
 
 def methods() -> dict[str, type[Config]]:
-    return {config.key: config for config in _ALL}
+    """Every method's configuration, by its key."""
+    return dict(METHODS)
+
+
+def controls() -> dict[str, Control]:
+    """The methods' controls, by their names."""
+    return {name: control for config in METHODS.values() for name, control in config.controls().items()}
 
 
 def method(key: str) -> type[Config]:
     """The configuration behind a key, or one clear line."""
     if key not in (known := methods()):
-        near = difflib.get_close_matches(key, known, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise InputError(f"unknown method {key!r}{hint} (known: {', '.join(known)})")
+        raise unknown("method", key, known)
     return known[key]
 
 
 __all__ = [
+    "METHODS",
     "SWAG",
     "Call",
     "Config",
+    "Control",
     "Deterministic",
     "FullCovariance",
     "Laplace",
     "LowRank",
     "MCDropout",
     "MeanField",
+    "Points",
     "Posterior",
+    "Presets",
     "Router",
     "Routing",
+    "Search",
     "Temperature",
     "VariationalTemperature",
+    "at_least",
+    "choice",
+    "controls",
     "method",
     "methods",
+    "register",
 ]

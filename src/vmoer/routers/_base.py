@@ -9,56 +9,140 @@ Shapes: T tokens, N experts, D model, H hidden, S samples.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import math
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vmoer import kernels, noise
-from vmoer.errors import InputError
+from vmoer.errors import InputError, short
 from vmoer.gates import Gate
+from vmoer.numerics import kernels, noise
+from vmoer.numerics.tokens import PerToken
 
 Sampling = Literal["fixed", "mc", "delta", "delta-cv"]
+Trained = Literal["network", "weights"] | None
+Presets = Mapping[str, Mapping[str, Any]]
+BETAS = (0.0001, 0.001, 0.01, 0.1)
+LAYERS = 10_000  # more than any model has
+SAMPLES, RANK = 4096, 256  # more than any study asks for; memory grows with both
 TOGETHER = 2**22  # numbers that the layers of a pass draw in one go, at most
+
+
+class Search(NamedTuple):
+    """A setting that is chosen on validation."""
+
+    name: str
+    values: tuple[float, ...]
+    always: bool = False
+    """Whether it is chosen even where no search was asked for."""
+    passes: int = 1
+    """With more than one, candidates are compared by answers averaged over so many whole passes, with an output temperature."""
+
+
+class Control(NamedTuple):
+    """A configuration that the studies know by a name of its own: a control, which shows what a gain is due to."""
+
+    config: "Config"
+    tempered: bool = True
+    search: bool | None = None
+    """Whether its setting is searched: always, never, or (None) where the study searches."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """What every method takes. `layers` are decoder-layer indices, or "all"."""
+    """What every method takes. `layers` are decoder-layer indices, or "all".
+
+    The class variables and properties are the method's traits: all that training, studies and benchmarks know about it.
+    """
 
     key: ClassVar[str] = ""
     router: ClassVar[type["Router"]]
+    signal: ClassVar[str] = "gate_entropy"
+    """The signal that the method is known for. Studies that report one signal report this one."""
+    tempered: ClassVar[bool] = False
+    """Whether studies score it a second time with an output temperature."""
+    presets: ClassVar[Presets] = {}
+    """Its settings under a training preset, by the preset's name (vmoer/training/presets.py)."""
 
     layers: Sequence[int] | Literal["all"] = "all"
-    seed: int = 0
+    seed: int = field(default=0, metadata={"bounds": (0, 2**48)})
 
     def __post_init__(self) -> None:
         if self.layers != "all":
-            if isinstance(self.layers, str):
-                raise InputError(f"layers must be a list of indices or 'all', not {self.layers!r}")
-            object.__setattr__(self, "layers", tuple(int(i) for i in self.layers))
+            object.__setattr__(self, "layers", _layers(self.layers))
         for f in dataclasses.fields(self):
+            value, default = getattr(self, f.name), f.default
             allowed = f.metadata.get("one_of")
-            if allowed and getattr(self, f.name) not in allowed:
-                raise InputError(f"{f.name}={getattr(self, f.name)!r}: choose one of {', '.join(allowed)}")
-            at_least = f.metadata.get("at_least")
-            value = getattr(self, f.name)
-            if at_least is not None and value is not None and not value >= at_least:
-                raise InputError(f"{f.name}={value!r} must be at least {at_least}")
+            if allowed and value not in allowed:
+                raise InputError(f"{f.name}={short(value)}: choose one of {', '.join(allowed)}")
+            if isinstance(default, int | float):
+                _check_number(f.name, value, whole=isinstance(default, int))
+                low, high = f.metadata.get("bounds", (-math.inf, math.inf))
+                if value < low:
+                    raise InputError(f"{f.name}={short(value)} must be at least {low}")
+                if value > high:
+                    raise InputError(f"{f.name}={short(value)} must be at most {high}")
 
     def to_dict(self) -> dict[str, Any]:
         return {"method": self.key, **dataclasses.asdict(self)}
+
+    @property
+    def trains(self) -> Trained:
+        """What stage 2 trains: an inference network, a change of the router's weights, or nothing."""
+        return "network"
+
+    @property
+    def draws(self) -> bool:
+        """Whether passes can differ: where they cannot, nothing is gained by averaging answers over several."""
+        return True
+
+    @property
+    def search(self) -> Search | None:
+        """The setting that validation chooses: the weight of the KL, where there is one and something is trained."""
+        return Search("beta", BETAS) if self.trains and hasattr(self, "beta") else None
+
+    @property
+    def snapshots(self) -> int:
+        """How often `Router.collect` is called over the second half of stage 2."""
+        return 0
+
+    @classmethod
+    def controls(cls) -> dict[str, Control]:
+        """Configurations of this method that are controls for others, by their names."""
+        return {}
 
 
 def choice(default: str, *allowed: str) -> Any:
     return field(default=default, metadata={"one_of": allowed})
 
 
-def at_least(bound: float, default: Any) -> Any:
-    return field(default=default, metadata={"at_least": bound})
+def at_least(bound: float, default: Any, at_most: float = 1e6) -> Any:
+    """A number of the default's type inside bounds: what a file asks for is allocated only if it is sane."""
+    return field(default=default, metadata={"bounds": (bound, at_most)})
+
+
+def _check_number(name: str, value: Any, whole: bool) -> None:
+    number = isinstance(value, int) or (isinstance(value, float) and not whole)
+    if not number or isinstance(value, bool):
+        raise InputError(f"{name}={short(value)} must be a {'whole ' if whole else ''}number")
+    if not math.isfinite(value):
+        raise InputError(f"{name}={short(value)} must be finite")
+
+
+def _layers(asked: Any) -> tuple[int, ...]:
+    """Indices of layers: whole numbers, of which a model has at most some hundreds."""
+    if isinstance(asked, str) or not isinstance(asked, Iterable):
+        raise InputError(f"layers must be a list of indices or 'all', not {short(asked)}")
+    layers = tuple(asked)
+    for layer in layers:
+        if isinstance(layer, bool) or not hasattr(layer, "__index__") or not 0 <= operator.index(layer) < LAYERS:
+            raise InputError(f"layers must be whole numbers from 0 to {LAYERS - 1}, not {short(layer)}")
+    return tuple(operator.index(layer) for layer in layers)
 
 
 @functools.lru_cache(maxsize=64)
@@ -110,7 +194,7 @@ class Call:
         return seed, 3, layer, position, lane
 
     def keys(self, seed: int) -> kernels.Keys | None:
-        """The same for vmoer.kernels.temper; None in training, whose step may be a tensor."""
+        """The same for vmoer.numerics.kernels.temper; None in training, whose step may be a tensor."""
         if self.step is not None:
             return None
         if self.passes_T is not None:
@@ -130,14 +214,20 @@ class Call:
         return self._draw(noise.uniform, seed, n)
 
 
-class Posterior(Protocol):
+class Posterior(PerToken):
+    """What a method believes about each token's routing: a dataclass; `per_token` names its fields with a row a token."""
+
     def divergence(self) -> Tensor:
         """The penalty of each token, [T], with its gradient."""
-        ...
+        raise NotImplementedError
 
     def signals(self) -> dict[str, Tensor]:
-        """What the posterior says about each token, [T] each, larger meaning less certain."""
-        ...
+        """What the posterior says about each token, [T] each, larger meaning less certain; cheap to compute."""
+        raise NotImplementedError
+
+    def costly_signals(self) -> dict[str, Tensor]:
+        """More of the same, computed only where a record asks for it."""
+        return {}
 
 
 @dataclass(frozen=True)
@@ -157,6 +247,8 @@ class Router(nn.Module):
     needs_fit: ClassVar[bool] = False
     reads_narrow: ClassVar[bool] = False
     """Whether `forward` takes the logits in the model's dtype on a GPU, for a kernel that widens them as it reads."""
+    samples_logits: ClassVar[bool] = False
+    """Whether it averages over samples of a posterior `q` at `self.points()`, which can be looked at one by one."""
     novelty_root_RD: Tensor
 
     def __init__(self, config: Any, gate: Gate, weight_ND: Tensor | None, layer: int, device: torch.device) -> None:
@@ -189,8 +281,27 @@ class Router(nn.Module):
     def fitted(self) -> bool:
         return self.novelty_root_RD.shape[0] > 0
 
+    def configure(self, config: Any) -> None:
+        """Take on other settings (vmoer.live.attach.reconfigured). What was derived from the former ones is derived anew."""
+        self.config = config
+
+    def collect(self) -> None:
+        """Take a snapshot of what is trained; see `Config.snapshots`."""
+        raise NotImplementedError(f"{self.config.key} asks for snapshots and does not take them")
+
+    def settle(self) -> None:
+        """Enter the state of inference without training or fitting, so that the cost of a pass can be counted."""
+
+    def held(self) -> int:
+        """Numbers held in memory besides the model's own."""
+        return sum(p.numel() for p in self.parameters())
+
+    def work(self) -> tuple[int, int] | None:
+        """Outputs of the inference network for a token, and multiply-accumulates after it; None without a network."""
+        return None
+
     def novelty(self, u_TD: Tensor) -> Tensor:
-        """u' A^-1 u = |W u|^2, [T]; W is a root of A^-1 or a sketch of it (vmoer.fitting)."""
+        """u' A^-1 u = |W u|^2, [T]; W is a root of A^-1 or a sketch of it (vmoer.live.fitting)."""
         fused = kernels.novelty(u_TD, self.novelty_root_RD)
         if fused is not None:
             return fused
@@ -211,10 +322,8 @@ class Router(nn.Module):
 
 
 class Points(nn.Module):
-    """The fixed points a router averages over, kept in float32 whatever the model is cast to.
-
-    They are rounded to bfloat16, which makes them no worse as points and lets a GPU multiply them exactly.
-    """
+    """The fixed points a router averages over, in float32 whatever the model is cast to; rounded to bfloat16, which makes them
+    no worse as points and lets a GPU multiply them exactly."""
 
     eps_SE: Tensor
     narrow_SE: Tensor

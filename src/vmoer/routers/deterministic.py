@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from vmoer.routers._base import Call, Config, Router
+from vmoer.routers._base import Call, Config, Router, Trained
 
 
 class DeterministicRouter(Router):
@@ -19,5 +19,21 @@ class DeterministicRouter(Router):
 
 @dataclass(frozen=True, kw_only=True)
 class Deterministic(Config):
+    """The model's own router (MAP), recorded and otherwise left alone.
+
+    Args:
+        layers: Indices of the decoder layers to attach to, or "all".
+        seed: Decides the method's noise and, where it has a network, its initial weights.
+    """
+
     key: ClassVar[str] = "map"
     router: ClassVar[type[Router]] = DeterministicRouter
+    tempered: ClassVar[bool] = True
+
+    @property
+    def trains(self) -> Trained:
+        return None
+
+    @property
+    def draws(self) -> bool:
+        return False

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from vmoer.gaussians import Cholesky
+from vmoer.numerics.gaussians import Cholesky
 from vmoer.routers._base import Call, Router, Routing
 from vmoer.routers._gaussian import AmortisedRouter, GaussianConfig
 
@@ -29,5 +29,17 @@ class FullCovarianceRouter(AmortisedRouter):
 
 @dataclass(frozen=True, kw_only=True)
 class FullCovariance(GaussianConfig):
+    """Gaussian logits with correlated experts, by a Cholesky factor (VGLR-FC).
+
+    Args:
+        layers: Indices of the decoder layers to attach to, or "all".
+        seed: Decides the method's noise and, where it has a network, its initial weights.
+        beta: Weight of the KL in the loss.
+        prior_scale: Standard deviation s0 of the prior over the logits.
+        samples: Points that are averaged at inference (the paper's S).
+        sampling: "fixed" (one set of Sobol points for all tokens), "mc" (fresh noise, the paper's), "delta" (a second-order
+            expansion without points), "delta-cv" (the expansion as a control variate for the points).
+    """
+
     key: ClassVar[str] = "vglr-fc"
     router: ClassVar[type[Router]] = FullCovarianceRouter

@@ -11,8 +11,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from vmoer.gaussians import LowRank as LowRankGaussian
-from vmoer.routers._base import Call, Router, Routing, at_least
+from vmoer.numerics.gaussians import Factored
+from vmoer.routers._base import RANK, Call, Router, Routing, at_least
 from vmoer.routers._gaussian import AmortisedRouter, GaussianConfig
 
 
@@ -25,13 +25,26 @@ class LowRankRouter(AmortisedRouter):
     def forward(self, u_TD: Tensor, logits_TN: Tensor, call: Call, weight_ND: Tensor | None) -> Routing:
         shift_TN, log_sd_TN, factor = self.infer(u_TD)
         factor_TNR = factor.unflatten(-1, (shift_TN.shape[-1], self.config.rank))
-        q = LowRankGaussian(logits_TN, log_sd_TN, factor_TNR, scale=self.config.prior_scale)
+        q = Factored(logits_TN, log_sd_TN, factor_TNR, scale=self.config.prior_scale)
         return self.route(q, logits_TN, call, shift_TN)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LowRank(GaussianConfig):
+    """Gaussian logits with a diagonal and a low-rank covariance, for models with hundreds of experts (VGLR-LR).
+
+    Args:
+        layers: Indices of the decoder layers to attach to, or "all".
+        seed: Decides the method's noise and, where it has a network, its initial weights.
+        beta: Weight of the KL in the loss.
+        prior_scale: Standard deviation s0 of the prior over the logits.
+        samples: Points that are averaged at inference (the paper's S).
+        sampling: "fixed" (one set of Sobol points for all tokens), "mc" (fresh noise, the paper's), "delta" (a second-order
+            expansion without points), "delta-cv" (the expansion as a control variate for the points).
+        rank: Columns R of the factor V. 0 is the mean-field router.
+    """
+
     key: ClassVar[str] = "vglr-lr"
     router: ClassVar[type[Router]] = LowRankRouter
 
-    rank: int = at_least(0, 8)
+    rank: int = at_least(0, 8, RANK)

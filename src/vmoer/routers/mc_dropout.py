@@ -12,11 +12,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from vmoer import noise
 from vmoer.errors import AttachError
 from vmoer.gates import Gate
-from vmoer.routers._base import Call, Config, Router, Routing, Sampling, at_least, choice
-from vmoer.routers._weight_space import WeightSpaceRouter
+from vmoer.numerics import noise
+from vmoer.routers._base import SAMPLES, Call, Router, Routing, Sampling, at_least, choice
+from vmoer.routers._weight_space import WeightSpaceConfig, WeightSpaceRouter
 
 
 class MCDropoutRouter(WeightSpaceRouter):
@@ -53,10 +53,20 @@ class MCDropoutRouter(WeightSpaceRouter):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MCDropout(Config):
+class MCDropout(WeightSpaceConfig):
+    """Dropout on the router's input, averaged over masks (MCDR).
+
+    Args:
+        layers: Indices of the decoder layers to attach to, or "all".
+        seed: Decides the method's noise and, where it has a network, its initial weights.
+        dropout: Probability that an input is dropped, below 1.
+        samples: Masks that are averaged at inference.
+        sampling: "fixed" (the same masks for all tokens) or "mc" (fresh masks on every call).
+    """
+
     key: ClassVar[str] = "mcdr"
     router: ClassVar[type[Router]] = MCDropoutRouter
 
-    dropout: float = at_least(0, 0.1)
-    samples: int = at_least(1, 32)
+    dropout: float = at_least(0, 0.1, 0.999)
+    samples: int = at_least(1, 32, SAMPLES)
     sampling: Sampling = choice("fixed", "fixed", "mc")

@@ -12,10 +12,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from vmoer import noise
 from vmoer.gates import Gate
-from vmoer.routers._base import Call, Config, Router, Routing, Sampling, at_least, choice
-from vmoer.routers._weight_space import WeightSpaceRouter
+from vmoer.numerics import noise
+from vmoer.routers._base import RANK, SAMPLES, Call, Router, Routing, Sampling, at_least, choice
+from vmoer.routers._weight_space import WeightSpaceConfig, WeightSpaceRouter
 
 
 class SWAGRouter(WeightSpaceRouter):
@@ -72,6 +72,15 @@ class SWAGRouter(WeightSpaceRouter):
             self._kept = (made_of, self.weights(*self.noise(samples)).detach())
         return self._kept[1]
 
+    def configure(self, config: Any) -> None:
+        super().configure(config)
+        self._kept = None
+
+    def settle(self) -> None:
+        """The weights are drawn once, not for every token: they are kept where nothing trains."""
+        self.requires_grad_(False)
+        self.fixed_weights()
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_kept": None}
 
@@ -92,10 +101,24 @@ class SWAGRouter(WeightSpaceRouter):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SWAG(Config):
+class SWAG(WeightSpaceConfig):
+    """A Gaussian over the router's weights, collected along its training.
+
+    Args:
+        layers: Indices of the decoder layers to attach to, or "all".
+        seed: Decides the method's noise and, where it has a network, its initial weights.
+        rank: Deviations kept for the low-rank part of the covariance.
+        samples: Weight samples that are averaged at inference.
+        sampling: "fixed" (the same weight samples for all tokens) or "mc" (fresh ones on every call).
+    """
+
     key: ClassVar[str] = "swag"
     router: ClassVar[type[Router]] = SWAGRouter
 
-    rank: int = at_least(1, 20)
-    samples: int = at_least(1, 32)
+    rank: int = at_least(1, 20, RANK)
+    samples: int = at_least(1, 32, SAMPLES)
     sampling: Sampling = choice("fixed", "fixed", "mc")
+
+    @property
+    def snapshots(self) -> int:
+        return max(20, self.rank)

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from vmoer.routers._base import Call, Config, Router, Routing, Sampling, at_least, choice
+from vmoer.routers._base import Call, Config, Presets, Router, Routing, Sampling, Search, Trained, at_least, choice
 
 
 class TemperatureRouter(Router):
@@ -23,8 +23,26 @@ class TemperatureRouter(Router):
 
 @dataclass(frozen=True, kw_only=True)
 class Temperature(Config):
+    """One global temperature; experts are sampled at it (Temp-Scale).
+
+    Args:
+        layers: Indices of the decoder layers to attach to, or "all".
+        seed: Decides the method's noise and, where it has a network, its initial weights.
+        temperature: T. Towards 0 it is the model's own routing. `vmoer train` chooses it on validation.
+        sampling: "fixed" (noise is a function of seed, layer and position) or "mc" (fresh noise on every call).
+    """
+
     key: ClassVar[str] = "temp-scale"
     router: ClassVar[type[Router]] = TemperatureRouter
+    presets: ClassVar[Presets] = {"paper": {"sampling": "mc"}}
 
     temperature: float = at_least(0, 1.0)
     sampling: Sampling = choice("fixed", "fixed", "mc")
+
+    @property
+    def trains(self) -> Trained:
+        return None
+
+    @property
+    def search(self) -> Search:
+        return Search("temperature", (0.01, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0), always=True)

@@ -31,14 +31,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vmoer import kernels
 from vmoer.errors import InputError
 from vmoer.gates import Gate
-from vmoer.routers._base import Call, Config, Router, Routing, Sampling, at_least, choice
+from vmoer.numerics import kernels
+from vmoer.routers._base import Call, Config, Posterior, Presets, Router, Routing, Sampling, at_least, choice
 
 
 @dataclass(frozen=True)
-class TemperaturePosterior:
+class TemperaturePosterior(Posterior):
+    per_token: ClassVar[tuple[str, ...]] = ("temperature_T", "logits_TN")
     temperature_T: Tensor
     logits_TN: Tensor
     regulariser: str
@@ -109,6 +110,9 @@ class VariationalTemperatureRouter(Router):
         weight_TN = logits_TN if own else scaled_TN
         return Routing(perturbed_TN, weight_TN, self._posterior(temperature_T, logits_TN), scaled_TN + gumbel_TN)
 
+    def work(self) -> tuple[int, int]:
+        return 1, self.gate.num_experts
+
     def _posterior(self, temperature_T: Tensor, logits_TN: Tensor) -> TemperaturePosterior:
         c = self.config
         return TemperaturePosterior(temperature_T, logits_TN, c.regulariser, c.prior_sd, c.prior_mean)
@@ -116,11 +120,36 @@ class VariationalTemperatureRouter(Router):
 
 @dataclass(frozen=True, kw_only=True)
 class VariationalTemperature(Config):
+    """A learned temperature for each token; experts are sampled at it (VTSR).
+
+    Args:
+        layers: Indices of the decoder layers to attach to, or "all".
+        seed: Decides the method's noise and, where it has a network, its initial weights.
+        beta: Weight of the regulariser in the loss.
+        t_min: Least temperature, below 1.
+        t_max: Largest temperature, above 1.
+        regulariser: "neg_log_t" (the paper's), "entropy" (the KL to uniform experts) or "lognormal" (a prior on T).
+        prior_sd: Standard deviation of log T under the lognormal prior.
+        prior_mean: T at the start, and the median of the lognormal prior.
+        weights: Whether the experts' weights come from the "scaled" logits l / T (the paper's) or from the model's "own".
+        sampling: "fixed" (noise is a function of seed, layer and position) or "mc" (fresh noise on every call).
+
+    Presets. The paper chose beta for each data set from {0.05, 0.1} and does not say which: 0.05, and `search` for the rest.
+    prior_mean, weights: on the embedded model sampling at T = 1 cost ten points of accuracy, at 0.15 with the model's own
+    weights none, and the straight-through gradient, which sees the chosen experts only, does not bring T down
+    (benchmarks/demo_temperature.py).
+    """
+
     key: ClassVar[str] = "vtsr"
     router: ClassVar[type[Router]] = VariationalTemperatureRouter
+    tempered: ClassVar[bool] = True
+    presets: ClassVar[Presets] = {
+        "paper": {"beta": 0.05, "sampling": "mc", "regulariser": "neg_log_t"},
+        "default": {"prior_mean": 0.15, "weights": "own"},
+    }
 
     beta: float = at_least(0, 0.05)
-    t_min: float = at_least(1e-6, 0.05)
+    t_min: float = at_least(1e-6, 0.05, 0.999)
     t_max: float = at_least(1.000001, 10.0)
     regulariser: str = choice("lognormal", "neg_log_t", "entropy", "lognormal")
     prior_sd: float = at_least(1e-6, 0.5)

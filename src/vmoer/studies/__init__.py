@@ -1,28 +1,27 @@
 """The paper's experiments, one file each. `run_study(name, study)` computes a grid's missing cells and writes its rows."""
 
-import difflib
-import json
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
 
-from vmoer import scores
-from vmoer.errors import InputError
-from vmoer.files import write_rows
+from vmoer.errors import InputError, unknown
+from vmoer.evaluation import scores
+from vmoer.files import read_json, write_rows
 from vmoer.studies import (
-    _ray,
     brittleness,
     calibration,
     efficiency,
+    factor_rows,
     factors,
     layer_count,
     layer_placement,
+    paper,
     stability,
     temperature_sweep,
     topk_bias,
 )
-from vmoer.studies._grid import Cell, Outcome, run
-from vmoer.studies._variants import Study, share_stage1
+from vmoer.studies._grid import Backend, Cell, Outcome, run
+from vmoer.studies._processes import processes
+from vmoer.studies._ray import cluster
+from vmoer.studies._variants import Study
 
 STUDIES: dict[str, Callable[[Study], list[Cell]]] = {
     "brittleness": brittleness.cells,
@@ -35,16 +34,15 @@ STUDIES: dict[str, Callable[[Study], list[Cell]]] = {
     "layer-placement": layer_placement.cells,
     "topk-bias": topk_bias.cells,
     "factors": factors.cells,
+    "paper": paper.cells,
 }
 
 
 def grid(name: str, study: Study) -> list[Cell]:
     if name == "all":
-        return [cell for one in STUDIES if one not in ("ood", "factors") for cell in STUDIES[one](study)]
+        return [cell for one in STUDIES if one not in ("ood", "factors", "paper") for cell in STUDIES[one](study)]
     if name not in STUDIES:
-        near = difflib.get_close_matches(name, STUDIES, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise InputError(f"unknown study {name!r}{hint} (known: {', '.join(STUDIES)}, all)")
+        raise unknown("study", name, [*STUDIES, "all"])
     return STUDIES[name](study)
 
 
@@ -61,30 +59,33 @@ def run_study(
 
     `backend` is `processes`, of which `workers` on this machine, or `ray`: a cluster, which must see the study's folder.
     """
-    if backend not in ("processes", "ray"):
-        raise InputError(f"backend={backend!r}: choose processes or ray")
-    if backend != "ray" and ray_address is not None:
-        raise InputError("a Ray address is given, but not backend ray")
-    if backend == "ray" and workers > 1:
-        raise InputError("workers are processes of this machine; a Ray cluster has as many as it has")
-    cells = grid(name, study)
-    # what several cells train on is made before they start side by side
-    if backend == "ray":
-        stage1 = [partial(share_stage1, replace(study, seeds=(seed,))) for seed in study.seeds]
-        on_ray = _ray.cluster(ray_address, gpu=study.device != "cpu", first=stage1)
-        outcome = run(cells, study.out, backend=on_ray, say=say)
-    else:
-        if workers > 1:
-            share_stage1(study, workers)
-        outcome = run(cells, study.out, workers=workers, say=say)
-    predicted = any((study.out / child.name / "predictions.parquet").exists() for child in study.out.iterdir())
-    rows = scores.score(study.out) if predicted else []
+    where = backend_named(backend, workers, ray_address, gpu=study.device != "cpu")
+    outcome = run(grid(name, study), study.out, backend=where, say=say)
+    folders = paper.folders(study) if name == paper.STUDY else [study.out]
+    rows = [row for one in folders if any(one.glob("*/predictions.parquet")) for row in scores.score(one)]
     for other in sorted(study.out.glob("*.json")):
         if other.stem in STUDIES:
-            rows += json.loads(other.read_text())
-    rows = [*stability.over_seeds(rows), *factors.summary(study.out)]
+            rows += read_json(other)
+    rows = [*stability.over_seeds(rows), *factor_rows.summary(study.out)]
+    rows += paper.compare(rows, study.model) if name == paper.STUDY else []
     write_rows(study.out / "metrics.json", rows)
     return outcome
 
 
-__all__ = ["STUDIES", "Cell", "Outcome", "Study", "grid", "run_study"]
+def backend_named(name: str, workers: int = 1, ray_address: str | None = None, *, gpu: bool = True) -> Backend:
+    """What computes cells: `processes`, so many of this machine, or `ray`, a cluster."""
+    check_backend(name, workers, ray_address)
+    return cluster(ray_address, gpu=gpu) if name == "ray" else processes(workers)
+
+
+def check_backend(name: str, workers: int, ray_address: str | None) -> None:
+    """Refuse what does not go together."""
+    if name not in ("processes", "ray"):
+        raise InputError(f"backend={name!r}: choose processes or ray")
+    if name == "processes" and ray_address is not None:
+        raise InputError("a Ray address is given, but not backend ray")
+    if name == "ray" and workers > 1:
+        raise InputError("workers are processes of this machine; a Ray cluster has as many as it has")
+
+
+__all__ = ["STUDIES", "Cell", "Outcome", "Study", "backend_named", "check_backend", "grid", "run_study"]

@@ -5,24 +5,23 @@ from typing import Any
 import numpy as np
 
 from vmoer import metrics as m
-from vmoer.attach import attach, attached, detach
-from vmoer.layers import brittleness
-from vmoer.predict import predict_task
+from vmoer.evaluation.answers import predict_task
+from vmoer.evaluation.scores import Row
+from vmoer.live.attach import attach, attached, detach
+from vmoer.live.brittleness import brittleness
 from vmoer.routers import Deterministic
-from vmoer.studies._grid import Row, row
-from vmoer.studies._variants import Study, alone, batches, prepare
-from vmoer.train import PRESETS
+from vmoer.studies._grid import row
+from vmoer.studies._variants import Study, alone, batches, config_of, parse, prepare, read_answers
+from vmoer.training.presets import PRESETS, preset_layers
 
 GAMMA, QUESTIONS = 0.005, 100
-SIGNAL = {"mcdr": "mc_logit_variance", "vglr-fc": "logit_variance", "vtsr": "gate_entropy"}
-"""The signal the paper reports for each."""
+METHODS = ("mcdr", "vglr-fc", "vtsr")  # the paper's
 
 
 def measure(study_name: str, study: Study, method: str, layers: str, seed: int, everywhere: bool = False) -> list[Row]:
-    """`everywhere` says that these are all layers: what the default preset trains, so that its run serves here too."""
-    import pyarrow.parquet as pq
-
-    own_run = everywhere and PRESETS["default"].layers == "all"
+    """Where the preset trains the same layers, its run serves here too; `everywhere` says that these are all layers."""
+    own, _ = preset_layers(PRESETS[parse(method)[1]], study.model)
+    own_run = own == layers or (everywhere and own == "all")
     opened = prepare(study, method, seed, layers=None if own_run else layers)
     model: Any = opened.model
     test = study.questions(study.task, "test")
@@ -30,8 +29,7 @@ def measure(study_name: str, study: Study, method: str, layers: str, seed: int, 
     folder = study.out / "ablations" / f"{method}-{layers}-s{seed}".replace(":", "")
     with alone(folder):  # the same layers may be asked for by both ablations
         path = predict_task(model, opened.tokenizer, questions, folder=folder, method=method, seed=seed)
-    table = pq.read_table(path)
-    log_probs, answers = m.pad(table["log_probs"].to_pylist()), np.asarray(table["answer"].to_pylist())
+    table, log_probs, answers = read_answers(path)
     inside = np.asarray(table["task"].to_pylist()) == study.task
     confidence, correct = m.confidence(log_probs[inside]), m.correct_per_question(log_probs[inside], answers[inside])
 
@@ -51,7 +49,7 @@ def measure(study_name: str, study: Study, method: str, layers: str, seed: int, 
         row(study_name, "debiased_ece", m.debiased_ece(confidence, correct), **keys),
         row(study_name, "ece_floor", m.noise_floor(confidence, draws=200, seed=seed).mean, **keys),
     ]
-    for signal in (SIGNAL[method], "novelty"):
+    for signal in (config_of(method).signal, "novelty"):
         values = table[signal].to_pylist()
         if all(value is not None for value in values):
             scores = np.asarray(values)

@@ -4,6 +4,9 @@ A finished cell's file holds its seconds; a cell that is not done takes as long 
 settings, of the same method where there is one. Where nothing like it was timed yet, a calibration cell is counted instead: the
 questions it answers, and those it trains on three times over, at what one question takes in a batch that is timed now. Cells of
 other studies are left out of the sum then, and the sentence says so.
+
+The model's weights are never opened. The batch runs through a model of the same configuration with random weights; of a model
+that is too large for that the questions are counted alone.
 """
 
 import json
@@ -15,14 +18,17 @@ from typing import Any
 
 import torch
 
-from vmoer.models import open_model
+from vmoer.files import read_json
+from vmoer.models import Opened, random_model, skeleton
+from vmoer.saved import manifest
 from vmoer.studies import calibration
 from vmoer.studies._grid import COORDINATES, Cell
-from vmoer.studies._variants import STATES, Study, batches, parse
+from vmoer.studies._variants import Study, batches, config_of, parse, searches
 from vmoer.training.data import held_out_share
-from vmoer.training.presets import GRIDS, PRESETS
+from vmoer.training.presets import PRESETS
 
-UNTRAINED = (*STATES, "laplace", "fixed-noise", "tuned-noise", "temp-scale")
+LARGEST = 250_000_000
+"""Parameters of a model that is built for an estimate."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +43,9 @@ def expected(cells: Sequence[Cell], out: Path) -> list[Expected]:
     timed = [found for path in sorted((out / "cells").glob("*.json")) if (found := _read(path))]
     result = []
     for cell in cells:
-        done = cell.path(out).exists()
+        done = cell.done(out)
         if done:
-            seconds = json.loads(cell.path(out).read_text()).get("seconds")
+            seconds = (cell.stored(out) or {}).get("seconds") if not cell.leaves else None
         else:
             like = [
                 (key, took) for study, key, took in timed if study == cell.study and _shared(key) == _shared(cell.key)
@@ -58,19 +64,23 @@ def sentence(found: Sequence[Expected], study: Study, workers: int = 1) -> str:
         return "every cell is done"
     unknown = [one.cell for one in left if one.seconds is None]
     counted = [cell for cell in unknown if cell.study == calibration.STUDY]
-    total, basis = sum(one.seconds or 0.0 for one in left), []
+    total, basis, large = sum(one.seconds or 0.0 for one in left), [], ""
     if len(left) > len(unknown):
         basis.append("by the times of finished cells")
     if counted:
-        each = seconds_a_question(study)
-        total += each * question_passes(study, counted)
-        basis.append(f"by a batch timed now, {each * 1e3:.2g} ms a question and pass, which is rough")
+        passes, each = question_passes(study, counted), seconds_a_question(study)
+        if each is None:
+            large = f"; {len(counted)} of them put {passes:,} questions through the model, which is too large to be tried out"
+            counted = []
+        else:
+            total += each * passes
+            basis.append(f"by a batch timed now, {each * 1e3:.2g} ms a question and pass, which is rough")
     known = len(left) - len(unknown) + len(counted)
     if not known:
-        return f"{len(left)} cells are left; none like them was timed yet, so there is no estimate"
+        return f"{len(left)} cells are left; none like them was timed yet, so there is no estimate{large}"
     where = f" in {workers} processes" if workers > 1 else ""
     of = f"the {known} cells left" if known == len(left) else f"{known} of the {len(left)} cells left"
-    apart = "" if known == len(left) else f"; none like the other {len(left) - known} was timed yet"
+    apart = "" if known == len(left) else f"; none like the other {len(left) - known} was timed yet{large}"
     return f"about {_span(total / max(1, workers))}{where} for {of} ({'; '.join(basis)}){apart}"
 
 
@@ -82,29 +92,32 @@ def question_passes(study: Study, cells: Sequence[Cell]) -> int:
     total, runs = 0, set()
     for cell in cells:
         label, seed = cell.key["method"], cell.key["seed"]
-        key, preset, averaging = parse(label)
+        (_, preset, averaging), config = parse(label), config_of(label)
         total += answered * (study.passes if averaging == "full" else 1)
         wanted = {
             f"map{'@paper' if preset == 'paper' else ''}-s{seed}": _epochs(study.stage1.epochs, sizes["train"], sizes)
         }
-        if key == "temp-scale":
-            wanted[f"{label.partition('+')[0]}-s{seed}"] = len(GRIDS["temperature"]) * sizes["validation"]
-        elif key not in UNTRAINED:
+        searched = config.search if config.search and (config.search.always or searches(study, label)) else None
+        each = searched.passes * sizes["validation"] if searched else 0
+        if config.trains:
             plan = PRESETS[preset].stage2 if preset == "paper" or study.stage2 is None else study.stage2
-            tries = len(GRIDS["beta"]) if study.search else 1
-            wanted[f"{label.partition('+')[0]}-s{seed}"] = tries * _epochs(
-                plan.epochs, _stage2_size(study, preset), sizes
-            )
+            each = _epochs(plan.epochs, _stage2_size(study, preset), sizes)
+        if each:
+            wanted[f"{label.partition('+')[0]}-s{seed}"] = each * (len(searched.values) if searched else 1)
         for run, passes in wanted.items():
-            if run not in runs and not (study.out / "runs" / run / "run.json").exists():
+            if run not in runs and not manifest.complete(study.out / "runs" / run):
                 total += passes
                 runs.add(run)
     return total
 
 
-def seconds_a_question(study: Study, size: int = 32) -> float:
-    """One forward pass over a batch of test questions, timed after one that warms up."""
-    opened = open_model(study.model, device=study.device, dtype=study.dtype)
+def seconds_a_question(study: Study, size: int = 32) -> float | None:
+    """One forward pass over a batch of test questions, timed after one that warms up; None where the model is a large one."""
+    if sum(p.numel() for p in skeleton(study.model).parameters()) > LARGEST:
+        return None
+    device = torch.device(study.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    dtype = study.dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+    opened = Opened(*random_model(study.model, device, dtype), study.model, None)
     asked = study.questions(study.task, "test")[:size]
     (batch,) = batches(study, opened, asked, len(asked))
     with torch.no_grad():
@@ -127,7 +140,7 @@ def _stage2_size(study: Study, preset: str) -> int:
 
 
 def _read(path: Path) -> tuple[str, dict[str, Any], float] | None:
-    found = json.loads(path.read_text())
+    found = read_json(path)
     return (path.stem.rpartition("-")[0], found["key"], found["seconds"]) if "seconds" in found else None
 
 

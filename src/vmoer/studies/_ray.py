@@ -1,54 +1,97 @@
 """Cells on a Ray cluster: `vmoer study ... --backend ray`.
 
-Cells are independent, so each is one task. What a task leaves is its cell's file, so the folder must be on storage that every
-machine sees, under the same path; a task whose machine does not see it fails with that reason. A worker that dies takes its
-task with it, and Ray gives the task to another; a cell whose file is there by then is not computed again.
+Each cell is one task. A task leaves files, so the folder must be on storage that every machine sees, under the same path; a task
+whose machine does not see it fails with that reason. A cell that says how much GPU memory it takes gets that part of a GPU, so
+that several share one. Ray decides where and when; `_grid.run` decides what is ready, and what is tried once more.
 """
 
+import math
 import os
+import signal
 import socket
+import threading
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from vmoer.errors import InputError, RunError
-from vmoer.studies._grid import Backend, Cell, compute, start_worker
+from vmoer.studies._grid import USABLE, Backend, Cell, Pool, Result, attempt
+from vmoer.studies._processes import start_worker
 
-RETRIES = 3
-"""How often a cell whose worker died is begun again: a cell that kills its worker would do so for ever."""
+LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+"""Ray's switch for machines of which no cluster is made: where it is 0, Ray listens on the loopback interface alone."""
 
 
-def cluster(
-    address: str | None, *, gpu: bool = True, first: Sequence[Callable[[], object]] = (), cpus: int | None = None
-) -> Backend:
-    """A backend that hands cells to a Ray cluster; `first` is done there before any of them, such as what they share.
+def cluster(address: str | None, *, gpu: bool = True, cpus: int | None = None) -> Backend:
+    """A backend that hands cells to a Ray cluster.
 
     `address` is that of a cluster, `auto` (or None) for the one that RAY_ADDRESS names or that runs on this machine, or `local`
-    for one that is started here, on `cpus` cores, and ends with the study. Where the cluster has GPUs each cell gets one, unless
-    `gpu` says that it needs none: a task that asks for none sees none.
+    for one that is started here, on `cpus` cores, and ends with the study. Where the cluster has GPUs each cell gets one, or the
+    part that it asks for, unless `gpu` says that it needs none: a task that asks for none sees none.
     """
 
-    def computed(todo: Sequence[Cell], out: Path) -> Iterator[tuple[Cell, str]]:
-        if not todo:
-            return
+    @contextmanager
+    def opened(out: Path) -> Iterator[Pool]:
         with _connected(address, cpus) as ray, _marked(out) as here:
-            gpus = 1 if gpu and ray.cluster_resources().get("GPU", 0) else 0
-            task = ray.remote(num_cpus=1, num_gpus=gpus, max_retries=RETRIES)
-            for begun in [task(Here.prepare).remote(here, work) for work in first]:
-                _result(ray, begun)
-            waiting = {task(Here.compute).remote(here, cell): cell for cell in todo}
-            while waiting:
-                (done, *_), _ = ray.wait(list(waiting), num_returns=1)
-                try:
-                    reason = _result(ray, done)
-                except Exception as error:  # the task's own errors come as reasons; this is a worker lost for good
-                    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-                yield waiting.pop(done), reason
+            pool = _Cluster(ray, here, gpu)
+            try:
+                yield pool
+            finally:
+                pool.close()
 
-    return computed
+    return opened
+
+
+class _Cluster:
+    def __init__(self, ray: Any, here: "Here", gpu: bool) -> None:
+        self.ray, self.here = ray, here
+        self.gpu = gpu and ray.cluster_resources().get("GPU", 0) > 0
+        self.running: dict[Any, Cell] = {}
+        self.gb: float | None = None
+
+    def room(self, cell: Cell) -> bool:
+        return True  # Ray keeps what does not fit yet
+
+    def memory(self) -> float:
+        """Of one of the cluster's GPUs."""
+        if self.gb is None:
+            asked = self.ray.remote(num_cpus=0, num_gpus=1)(_gpu_gb)
+            self.gb = self.ray.get(asked.remote()) if self.gpu else math.inf
+        return self.gb
+
+    def start(self, cell: Cell, latest: float) -> None:
+        share = min(1.0, cell.gb / self.memory()) if cell.gb else 1.0
+        task = self.ray.remote(num_cpus=1, num_gpus=_part(share) if self.gpu else 0, max_retries=0)
+        self.running[task(Here.compute).remote(self.here, cell, share, latest)] = cell
+
+    def wait(self) -> list[tuple[Cell, Result]]:
+        (done, *_), _ = self.ray.wait(list(self.running), num_returns=1)
+        cell = self.running.pop(done)
+        try:
+            return [(cell, self.ray.get(done))]
+        except self.ray.exceptions.RayTaskError as error:
+            raise error.cause from None
+        except self.ray.exceptions.RayError as error:  # what a cell raises comes as a reason; this is a process lost
+            return [(cell, Result((str(error).strip().splitlines() or [type(error).__name__])[0], died=True))]
+
+    def close(self) -> None:
+        """End what still runs, which is nothing unless the study is stopped."""
+        for running in self.running:
+            self.ray.cancel(running, force=True)
+
+
+def _part(share: float) -> float:
+    """Ray counts GPUs in ten-thousandths, and takes no more than one by parts."""
+    return min(1.0, math.ceil(share * 1e4) / 1e4)
+
+
+def _gpu_gb() -> float:
+    return USABLE * torch.cuda.get_device_properties(0).total_memory / 1e9
 
 
 @dataclass(frozen=True)
@@ -61,17 +104,12 @@ class Here:
     cwd: str
     environment: dict[str, str]
 
-    def prepare(self, work: Callable[[], object]) -> None:
-        self._enter()
-        work()
-
-    def compute(self, cell: Cell) -> str:
+    def compute(self, cell: Cell, share: float = 1.0, latest: float = math.inf) -> Result:
         try:
             self._enter()
         except RunError as error:
-            return str(error)
-        # the worker before may have died after its file was there
-        return "" if cell.path(self.out).exists() else compute(cell, self.out)
+            return Result(str(error))
+        return attempt(cell, self.out, share, latest)
 
     def _enter(self) -> None:
         with suppress(OSError):  # relative names in the study (its folder, a model's, a data root) are relative to this
@@ -105,32 +143,47 @@ def _connected(address: str | None, cpus: int | None) -> Iterator[Any]:
     if ray.is_initialized():  # the caller's own cluster, and theirs to leave
         yield ray
         return
-    quiet: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
+    ends = signal.getsignal(signal.SIGTERM)
     if address == "local":
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        # what goes to and fro are names and reasons: a store of gigabytes would be for nothing
-        small = {"num_cpus": cpus, "include_dashboard": False, "object_store_memory": 100 * 2**20}
-        for last in (False, True):  # on a busy machine its parts may wait for each other too long
-            try:
-                ray.init("local", **small, **quiet)
-                break
-            except (RuntimeError, OSError, TimeoutError) as error:
-                ray.shutdown()
-                if last:
-                    why = str(error).strip().splitlines()[0]
-                    raise RunError(f"a local Ray cluster did not start: {why}") from None
+        _start_local(ray, cpus)
     else:
         asked = address or os.environ.get("RAY_ADDRESS") or "auto"
         if asked != "auto":
             _reach(asked)
         try:
-            ray.init(asked, **quiet)
+            ray.init(asked, logging_level="ERROR", log_to_driver=False)
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise InputError(_nothing_at(asked)) from error
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, ends)  # Ray sets a handler of its own
     try:
         yield ray
     finally:
         ray.shutdown()
+
+
+def _start_local(ray: Any, cpus: int | None) -> None:
+    """A cluster of this machine, which nothing outside it can reach."""
+    constants, before = ray._private.ray_constants, os.environ.get(LOOPBACK)
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # read by Ray's processes as they start; this one may have read it before
+    os.environ[LOOPBACK], enabled, constants.ENABLE_RAY_CLUSTER = "0", constants.ENABLE_RAY_CLUSTER, False
+    # what goes to and fro are names and reasons: a store of gigabytes would be for nothing
+    small = {"num_cpus": cpus, "include_dashboard": False, "object_store_memory": 100 * 2**20}
+    try:
+        for last in (False, True):  # on a busy machine its parts may wait for each other too long
+            try:
+                ray.init("local", **small, logging_level="ERROR", log_to_driver=False)
+                return
+            except (RuntimeError, OSError, TimeoutError) as error:
+                ray.shutdown()
+                if last:
+                    why = str(error).strip().splitlines()[0]
+                    raise RunError(f"a local Ray cluster did not start: {why}") from None
+    finally:
+        constants.ENABLE_RAY_CLUSTER = enabled
+        os.environ.pop(LOOPBACK)
+        os.environ.update({} if before is None else {LOOPBACK: before})
 
 
 def _reach(address: str) -> None:
@@ -147,11 +200,3 @@ def _reach(address: str) -> None:
 def _nothing_at(address: str) -> str:
     where = "running (RAY_ADDRESS is not set either)" if address == "auto" else f"at {address}"
     return f"there is no Ray cluster {where}: start one with `ray start --head`, or give --ray-address local"
-
-
-def _result(ray: Any, reference: Any) -> Any:
-    """What a task returned; what it raised, as it was raised."""
-    try:
-        return ray.get(reference)
-    except ray.exceptions.RayTaskError as error:
-        raise error.cause from None

@@ -1,13 +1,15 @@
 """Tables 1 and 2 and their full versions: every method, baseline and control, the three kinds of averaging, every shift.
 
 A cell is one label and seed: trained where it is not yet, then predicted on test and the shifted sets. Metrics come from the
-predictions alone (`vmoer.scores`): calibration, out-of-distribution detection and selective prediction at once.
+predictions alone (`vmoer.evaluation.scores`): calibration, out-of-distribution detection and selective prediction at once.
 """
 
 from functools import partial
+from pathlib import Path
 
-from vmoer.studies._grid import Cell, Row
-from vmoer.studies._variants import Study, parse, predict_label
+from vmoer.evaluation.scores import Row
+from vmoer.studies._grid import Cell
+from vmoer.studies._variants import Study, config_of, first_stage, parse, predict_label
 
 STUDY = "calibration"
 
@@ -16,9 +18,8 @@ def labels(study: Study) -> list[str]:
     """The methods asked for and, for those that draw, each kind of averaging asked for."""
     out = []
     for label in study.methods:
-        key, _, averaging = parse(label)
         out.append(label)
-        if averaging == "router" and key not in ("map", "map-early", "mean-only"):
+        if parse(label)[2] == "router" and config_of(label).draws:
             out += [f"{label}+{kind}" for kind in study.averaging if kind != "router"]
     return list(dict.fromkeys(out))
 
@@ -27,7 +28,13 @@ def cells(study: Study) -> list[Cell]:
     common = study.common() | {"ood": ",".join(study.ood), "passes": study.passes}
     # those that train before those that average the answers of a run: side by side, nobody waits for a run in the making
     return [
-        Cell(STUDY, {"method": label, "seed": seed, **common}, partial(work, study, label, seed))
+        Cell(
+            STUDY,
+            {"method": label, "seed": seed, **common},
+            partial(work, study, label, seed),
+            first_stage(study, label, seed),
+            answers=(folder_of(study, label, seed),),
+        )
         for averaged in (False, True)
         for seed in study.seeds
         for label in labels(study)
@@ -35,6 +42,10 @@ def cells(study: Study) -> list[Cell]:
     ]
 
 
+def folder_of(study: Study, label: str, seed: int) -> Path:
+    return study.out / f"{label}-s{seed}"
+
+
 def work(study: Study, label: str, seed: int) -> list[Row]:
-    predict_label(study, label, seed, study.out / f"{label}-s{seed}")
+    predict_label(study, label, seed, folder_of(study, label, seed))
     return []

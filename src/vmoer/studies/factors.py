@@ -8,13 +8,14 @@ a factor themselves, crossed with all others.
 
     OUT/factors/<level>-s<seed>/<averaging>/predictions.parquet     and level.json, written last
 
-`summary` makes the rows from these files alone: scores, and their paired differences to MAP, and of NLL to the default averaged
-in the router, with intervals over questions and seeds. A level that is to replace the default must beat it beyond its interval.
+`factor_rows.summary` makes the rows from these files alone: scores, and their paired differences to MAP, and of NLL to the
+default averaged in the router, with intervals over questions and seeds. A level that is to replace the default must beat it
+beyond its interval.
 """
 
 import dataclasses
-import json
 import re
+import warnings
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,19 +23,30 @@ from typing import Any
 
 import torch
 
-from vmoer import metrics, predictions, tasks
-from vmoer.attach import attached, routers_of
-from vmoer.files import write_json
-from vmoer.metrics import batched
-from vmoer.metrics.resampling import percentiles
+from vmoer import tasks
+from vmoer.errors import InputError
+from vmoer.evaluation import predictions
+from vmoer.evaluation.answers import predict_task
+from vmoer.evaluation.scores import Row
+from vmoer.files import read_json, sealed, unsealed, write_json
+from vmoer.live.attach import collected, reconfigured
 from vmoer.models import Opened, open_model
-from vmoer.predict import predict_task
-from vmoer.routers import Config
-from vmoer.studies._grid import Cell, Row, row
-from vmoer.studies._variants import CONTROLS, Study, alone, batches, merged, moe_layers, paper_layers, parse
-from vmoer.tasks._base import subsample
-from vmoer.train import PRESETS, train
+from vmoer.saved import manifest
+from vmoer.studies._grid import Cell, row
+from vmoer.studies._variants import (
+    Study,
+    alone,
+    batches,
+    config_of,
+    merged,
+    moe_layers,
+    parse,
+    running,
+    stage1_cell,
+)
 from vmoer.training.data import halves
+from vmoer.training.presets import preset_layers
+from vmoer.training.run import PRESETS, Plan, Stages, train
 
 STUDY = "factors"
 STOP, SCORE = "validation/stop", "validation/score"
@@ -46,7 +58,7 @@ BATCH_TOKENS = 16384
 
 @dataclass(frozen=True)
 class Level:
-    """`config` changes the method's settings, `train` the arguments of `vmoer.train`."""
+    """`config` changes the method's settings; `train` changes stage2_data, objective, noisy_stage1, layers or lr."""
 
     factor: str
     name: str
@@ -65,7 +77,7 @@ class Level:
 
     @property
     def averaging(self) -> tuple[str, ...]:
-        return ("router",) if parse(self.label)[0] in ("map", "mean-only") else ("router", "answer", "full")
+        return ("router", "answer", "full") if config_of(self.label).draws else ("router",)
 
 
 DEFAULT = Level("default", "default")
@@ -131,35 +143,51 @@ def cells(study: Study) -> list[Cell]:
 
 def cell(study: Study, level: Level, seed: int) -> Cell:
     key = {"method": f"{level.factor}: {level.name}", "seed": seed, "passes": study.passes, **study.common()}
-    return Cell(STUDY, key, partial(work, study, level, seed))
+    needs = [stage1_cell(_source(study, level, seed), seed, partial(_first_stage, study, level, seed))]
+    if level.samples:
+        needs.append(cell(study, DEFAULT, seed))  # whose run it asks
+    return Cell(STUDY, key, partial(work, study, level, seed), tuple(needs))
 
 
 def work(study: Study, level: Level, seed: int) -> list[Row]:
     folder = study.out / STUDY / f"{level.slug}-s{seed}"
-    if not (folder / "level.json").exists():
+    described = _level(folder)
+    if described is None or not all(predictions.whole(folder / averaging) for averaging in level.averaging):
         opened, found = prepare_level(study, level, seed)
         questions = scored(study, with_stop=level.label.startswith("map"))
-        for averaging in level.averaging:
-            how: dict[str, Any] = {"averaging": averaging, "passes": level.samples or study.passes}
-            predict_task(
-                opened.model,
-                opened.tokenizer,
-                questions,
-                folder=folder / averaging,
-                name=study.model,
-                method=level.label,
-                seed=seed,
-                batch_tokens=BATCH_TOKENS,
-                **how,
-            )
+        changes = {"samples": level.samples} if level.samples else {}
+        with reconfigured(opened.model, **changes):
+            for averaging in level.averaging:
+                how: dict[str, Any] = {"averaging": averaging, "passes": level.samples or study.passes}
+                predict_task(
+                    opened.model,
+                    opened.tokenizer,
+                    questions,
+                    folder=folder / averaging,
+                    name=study.model,
+                    method=level.label,
+                    seed=seed,
+                    batch_tokens=BATCH_TOKENS,
+                    **how,
+                )
         described = {"factor": level.factor, "level": level.name, "label": level.label, "seed": seed}
         reference = MAPS["default" if level.label.startswith("map") else _stage1(study, level)[0]].slug
-        write_json(folder / "level.json", described | {"slug": level.slug, "reference": reference} | found)
-    described = json.loads((folder / "level.json").read_text())
+        described = sealed(described | {"slug": level.slug, "reference": reference} | found)
+        write_json(folder / "level.json", described)
     keys = {"model": study.model, "task": study.task, "split": "validation", "method": level.label, "seed": seed}
     keys |= {"factor": level.factor, "level": level.name}
     measured = ("prior_scale", "logit_spread")
     return [row(STUDY, name, described[name], **keys) for name in measured if name in described]
+
+
+def _level(folder: Path) -> dict[str, Any] | None:
+    """What `level.json` says; None where there is none. A damaged one is named, and counts as missing."""
+    path = folder / "level.json"
+    try:
+        return unsealed(read_json(path), path) if path.exists() else None
+    except InputError as error:
+        warnings.warn(f"{error}; the level is computed again", stacklevel=2)
+        return None
 
 
 # -- training ----------------------------------------------------------------------------------------------------------
@@ -180,7 +208,7 @@ def scored(study: Study, with_stop: bool) -> list[tasks.Question]:
     whole = tasks.load(study.task, "validation", data_root=study.data_root)
     out = []
     for split, half in zip((STOP, SCORE), halves(whole, 0), strict=True):
-        asked = half if study.limit is None else subsample(half, study.limit, 0)
+        asked = half if study.limit is None else tasks.subsample(half, study.limit, 0)
         out += [dataclasses.replace(q, split=split) for q in asked if with_stop or split == SCORE]
     return out
 
@@ -188,61 +216,74 @@ def scored(study: Study, with_stop: bool) -> list[tasks.Question]:
 def prepare_level(study: Study, level: Level, seed: int) -> tuple[Opened, dict[str, float]]:
     """The level's model, trained where it is not yet, opened for evaluation; and what was measured on the way."""
     source = _source(study, level, seed)
+    _first_stage(study, level, seed)
     found: dict[str, float] = {}
     if level.label.startswith("map"):
         opened = open_model(source / "map", device=study.device, dtype=study.dtype)
     else:
         run, found = _trained(study, DEFAULT if level.samples else level, seed, source)
         opened = open_model(run, device=study.device, dtype=study.dtype)
-    if level.samples:
-        for router in routers_of(opened.model).values():
-            router.config = dataclasses.replace(router.config, samples=level.samples)
-            router.add_points(next(router.parameters()).device)
     return merged(opened), found
 
 
 def _source(study: Study, level: Level, seed: int) -> Path:
-    """Stage 1 for this level's questions, made where it is not yet; shared with the other studies where it is the same."""
+    """The run of stage 1 on this level's questions; shared with the other studies where it is the same."""
     name, data = _stage1(study, level)
     shown = {"default": "map", "paper": "map@paper"}.get(name, f"map-{data}").replace(":", "")
-    out = study.out / "runs" / f"{shown}-s{seed}"
+    return study.out / "runs" / f"{shown}-s{seed}"
+
+
+def _first_stage(study: Study, level: Level, seed: int) -> list[Row]:
+    out = _source(study, level, seed)
     with alone(out):
-        if not (out / "run.json").exists():
-            train(study.model, study.task, "map", out=out, layers="all", **_shared(study, level, seed))
-    return out
+        if not manifest.complete(out):
+            preset, stages = PRESETS[parse(level.label)[1]], Stages(stage1=study.stage1, stage2=_plan(study, level))
+            how: dict[str, Any] = {"data": study.data(_stage1(study, level)[1]), "running": running(study)}
+            how |= {"seed": seed, "dtype": study.dtype}
+            train(study.model, study.task, "map", out=out, layers="all", preset=preset, stages=stages, **how)
+    return []
 
 
-def _shared(study: Study, level: Level, seed: int) -> dict[str, Any]:
-    where = {"data_root": study.data_root, "limit": study.limit, "seed": seed, "dtype": study.dtype}
+def _plan(study: Study, level: Level) -> Plan:
+    """Of stage 2."""
     preset = PRESETS[parse(level.label)[1]]
     plan = preset.stage2 if preset.name == "paper" else study.stage2 or preset.stage2
-    plans = {"stage1_plan": study.stage1, "stage2_plan": plan}
-    return {"preset": preset.name, "stage2_data": _stage1(study, level)[1], **plans, **where}
+    return dataclasses.replace(plan, lr=level.train.get("lr", plan.lr))
 
 
 def _trained(study: Study, level: Level, seed: int, source: Path) -> tuple[Path, dict[str, float]]:
     """The level's run folder, and the prior scale where it was set by measurement."""
-    key, preset, _ = parse(level.label)
+    preset, changes = PRESETS[parse(level.label)[1]], level.train
     out = study.out / "runs" / f"{STUDY}-{level.slug}-s{seed}"
     with alone(out):
         found: dict[str, float] = {}
         if level.relative is not None:
             spread = logit_spread(study, source)
             found = {"logit_spread": spread, "prior_scale": level.relative * spread}
-        if (out / "run.json").exists():
+        if manifest.complete(out):
             return out, found
         scale = {"prior_scale": found["prior_scale"]} if found else {}
-        changes = level.config | scale
-        config: Config = (
-            dataclasses.replace(CONTROLS[key], **changes) if key in CONTROLS else PRESETS[preset].config(key, **changes)
+        config = config_of(level.label, **(level.config | scale))
+        noisy = changes.get("noisy_stage1", False)
+        train(
+            study.model,
+            study.task,
+            config,
+            out=out,
+            preset=preset,
+            layers=changes.get("layers") or preset_layers(preset, study.model)[0],
+            stages=Stages(
+                stage1=study.stage1,
+                stage2=_plan(study, level),
+                objective=changes.get("objective", "elbo"),
+                noisy_stage1=noisy,
+                from_map=None if noisy else source,
+            ),
+            data=dataclasses.replace(study.data(_stage1(study, level)[1]), half_validation=True),
+            seed=seed,
+            dtype=study.dtype,
+            running=running(study),
         )
-        arguments = _shared(study, level, seed) | {name: v for name, v in level.train.items() if name != "lr"}
-        if "lr" in level.train:
-            arguments["stage2_plan"] = dataclasses.replace(arguments["stage2_plan"], lr=level.train["lr"])
-        everywhere = paper_layers(study.model) if preset == "paper" else PRESETS[preset].layers
-        arguments.setdefault("layers", everywhere)
-        arguments["from_map"] = None if level.train.get("noisy_stage1") else source
-        train(study.model, study.task, config, out=out, half_validation=True, **arguments)
     return out, found
 
 
@@ -254,74 +295,11 @@ def logit_spread(study: Study, source: Path) -> float:
     sums: list[torch.Tensor] = []
     keep_T = torch.ones(0, dtype=torch.bool)
 
-    def look(layer: int, u_TD: torch.Tensor, logits_TN: torch.Tensor, now: Any) -> None:
+    def look(layer: int, u_TD: torch.Tensor, logits_TN: torch.Tensor) -> None:
         sums.append(logits_TN.float().std(-1, correction=0)[keep_T])
 
     for batch in batches(study, opened, study.questions(study.task, "train")[:MEASURED]):
         keep_T = batch["attention_mask"].reshape(-1).bool()
-        attached(model).collector = look
-        try:
+        with collected(model, look):
             model(**batch, use_cache=False)
-        finally:
-            attached(model).collector = None
     return float(torch.cat(sums).mean())
-
-
-# -- from the predictions ----------------------------------------------------------------------------------------------
-
-
-def summary(out: Path, draws: int = 500) -> list[Row]:
-    """Every level's scores and their differences to MAP: over seeds, a pure function of the files in OUT/factors."""
-    found: dict[tuple[str, str], dict[int, dict[str, batched.Estimate]]] = {}
-    about: dict[str, dict[str, Any]] = {}
-    common: dict[str, Any] = {}
-    for path in sorted((out / STUDY).glob("*/level.json")):
-        level = json.loads(path.read_text())
-        for file in sorted(path.parent.glob("*/predictions.parquet")):
-            (group,) = predictions.load(file.parent)
-            common = {"model": group.model, "task": group.source_task, "split": "validation"}
-            cells = {key.split: cell for key, cell in group.cells.items()}
-            asked = {level["slug"]: cells[SCORE]}
-            if STOP in cells:
-                temperature = metrics.fit_temperature(cells[STOP].log_probs, cells[STOP].answers)
-                scaled = metrics.apply_temperature(cells[SCORE].log_probs, temperature)
-                asked[f"{level['slug']}+ts"] = cells[SCORE]._replace(log_probs=scaled)
-            for slug, cell in asked.items():
-                known = batched.calibration(cell.log_probs, cell.answers, draws, 0)
-                tempered = metrics.cross_tempered(cell.log_probs, cell.answers)
-                known["tempered_nll"] = batched.calibration(tempered, cell.answers, draws, 0)["nll"]
-                found.setdefault((slug, file.parent.name), {})[level["seed"]] = {m: known[m] for m in METRICS}
-                tuned = {"level": f"{level['level']} + output temperature", "label": f"{level['label']}+ts"}
-                about[slug] = level | (tuned if slug.endswith("+ts") else {})
-    rows = []
-    for slug, averaging in sorted(found, key=lambda key: _order(about[key[0]], key[1])):
-        level, by_seed = about[slug], found[slug, averaging]
-        reference = found.get((level["reference"], "router"), {})
-        keys = common | {"method": level["label"], "seed": next(iter(by_seed)) if len(by_seed) == 1 else None}
-        keys |= {"factor": level["factor"], "level": level["level"], "averaging": averaging, "seeds": len(by_seed)}
-        for metric in METRICS:
-            own = {seed: known[metric] for seed, known in by_seed.items()}
-            rows.append(_row(metric, metric, own, keys))
-            theirs = {seed: known[metric] for seed, known in reference.items()}
-            paired = {seed: own[seed] - theirs[seed] for seed in own if seed in theirs}
-            if paired and slug != level["reference"]:
-                rows.append(_row(metric, f"{metric}_minus_map", paired, keys | {"seeds": len(paired)}))
-        ours = found.get((DEFAULT.slug, "router"), {})
-        paired = {seed: known["nll"] - ours[seed]["nll"] for seed, known in by_seed.items() if seed in ours}
-        if paired and (slug, averaging) != (DEFAULT.slug, "router"):
-            rows.append(_row("nll", "nll_minus_default", paired, keys | {"seeds": len(paired)}))
-    return rows
-
-
-def _row(metric: str, name: str, by_seed: dict[int, batched.Estimate], keys: dict[str, Any]) -> Row:
-    value, drawn = batched.over_seeds(list(by_seed.values()), 0)
-    # resampling repeats questions, which biases all but means upwards
-    shift = float(drawn.mean()) - value if metric == "debiased_ece" else 0.0
-    low, high = percentiles(value, drawn - shift, 0.95)[1:]
-    return row(STUDY, name, value, **keys) | {"low": low, "high": high}
-
-
-def _order(level: dict[str, Any], averaging: str) -> tuple[Any, ...]:
-    numbers = [float(x) for x in re.findall(r"\d+(?:\.\d+)?(?:e-?\d+)?", level["level"])]
-    kind = re.sub(r"[\d.e-]+", "", level["level"])
-    return FACTORS.index(level["factor"]), kind, numbers, level["level"], ("router", "answer", "full").index(averaging)

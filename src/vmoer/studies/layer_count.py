@@ -1,17 +1,17 @@
 """Ablation A: how many layers, L in {1, 2, 4, 8, 10, 12, 15} of the most susceptible, with its spread over seeds."""
 
+from collections.abc import Sequence
 from functools import partial
 
-from vmoer.studies._ablation import measure
+from vmoer.studies._ablation import METHODS, measure
 from vmoer.studies._grid import Cell
-from vmoer.studies._variants import Study, moe_layers
+from vmoer.studies._variants import Study, first_stage, moe_layers
 
 STUDY = "layer-count"
 COUNTS = (1, 2, 4, 8, 10, 12, 15)
-METHODS = ("mcdr", "vglr-fc", "vtsr")
 
 
-def cells(study: Study) -> list[Cell]:
+def cells(study: Study, methods: Sequence[str] = METHODS) -> list[Cell]:
     available = moe_layers(study.model)
     counts = [n for n in COUNTS if n <= available]
     return [
@@ -19,8 +19,9 @@ def cells(study: Study) -> list[Cell]:
             STUDY,
             {"method": method, "layers": n, "seed": seed, "ood": study.ood[-1:], **study.common()},
             partial(measure, STUDY, study, method, f"susceptible:{n}", seed, everywhere=n == available),
+            first_stage(study, method, seed),
         )
-        for method in METHODS
+        for method in map(study.label, methods)
         for n in counts
         for seed in study.seeds
     ]

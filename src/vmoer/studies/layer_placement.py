@@ -2,25 +2,33 @@
 
 from functools import partial
 
-from vmoer.studies._ablation import measure
+from vmoer.live.brittleness import parse_layers
+from vmoer.studies._ablation import METHODS, measure
 from vmoer.studies._grid import Cell
-from vmoer.studies._variants import Study, moe_layers
+from vmoer.studies._variants import Study, first_stage, moe_layers
+from vmoer.training.presets import PAPER, preset_layers
 
 STUDY = "layer-placement"
 STRATEGIES = ("first", "middle", "last", "susceptible")
-METHODS = ("mcdr", "vglr-fc", "vtsr")
 
 
 def cells(study: Study) -> list[Cell]:
-    available = moe_layers(study.model)
-    n = 10 if available >= 30 else max(1, available // 3)
+    n = _number(study)
     return [
         Cell(
             STUDY,
             {"method": method, "layers": f"{strategy}:{n}", "seed": seed, "ood": study.ood[-1:], **study.common()},
             partial(measure, STUDY, study, method, f"{strategy}:{n}", seed),
+            first_stage(study, method, seed),
         )
-        for method in METHODS
+        for method in map(study.label, METHODS)
         for strategy in STRATEGIES
         for seed in study.seeds
     ]
+
+
+def _number(study: Study) -> int:
+    if study.preset == PAPER.name:
+        return parse_layers(preset_layers(PAPER, study.model)[0])[1]
+    available = moe_layers(study.model)
+    return 10 if available >= 30 else max(1, available // 3)

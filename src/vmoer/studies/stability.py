@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from vmoer.attach import attach, attached, detach, routers_of
-from vmoer.layers import brittleness
-from vmoer.metrics import batched, bootstrap, paired_bootstrap
+from vmoer.evaluation.scores import Row
+from vmoer.live.attach import attach, attached, detach, reconfigured
+from vmoer.live.brittleness import brittleness
+from vmoer.metrics import bootstrap, estimates, paired_bootstrap
 from vmoer.metrics.resampling import percentiles
 from vmoer.routers import Deterministic
-from vmoer.studies._grid import Cell, Row, row
-from vmoer.studies._variants import Study, batches, parse, prepare
+from vmoer.studies._grid import Cell, row
+from vmoer.studies._variants import STATES, Study, batches, first_stage, parse, prepare
 
 STUDY = "stability"
 GAMMAS = (0.001, 0.002, 0.005, 0.01)
@@ -27,12 +28,13 @@ BY_PROMPT = "by_prompt"
 
 
 def cells(study: Study) -> list[Cell]:
-    chosen = [label for label in study.methods if parse(label)[0] not in ("map", "map-early")]
+    chosen = [label for label in study.methods if parse(label)[0] not in STATES]
     return [
         Cell(
             STUDY,
             {"method": label, "seed": seed, "prompts": QUESTIONS, **study.common()},
             partial(work, study, label, seed),
+            first_stage(study, label, seed),
         )
         for seed in study.seeds
         for label in dict.fromkeys(label.partition("+")[0] for label in chosen)
@@ -45,16 +47,16 @@ def work(study: Study, label: str, seed: int) -> list[Row]:
     inputs = batches(study, opened, study.questions(study.task, "test")[:QUESTIONS])
     layers = attached(model).layers
     rows = []
-    for kind in ("fixed", "fresh") if _draws(model) else ("fixed",):
-        _set_sampling(model, kind)
-        with torch.random.fork_rng([]):  # fresh noise, but the same in every run of this cell
-            torch.manual_seed(seed)
+    both: list[dict[str, Any]] = [{"sampling": "fixed"}, {"sampling": "mc"}]  # on the same trained routers
+    for changes in both if hasattr(attached(model).config, "sampling") else [{}]:
+        with reconfigured(model, **changes), torch.random.fork_rng([]):
+            torch.manual_seed(seed)  # fresh noise, but the same in every run of this cell
             result = brittleness(model, inputs, gammas=(0.0, *GAMMAS), layers=layers, seed=seed)
         values_GT = result.jaccard_LGT.mean(0)
-        name = label if kind == "fixed" else f"{label} (fresh noise)"
-        if kind == "fixed":
+        fresh = changes.get("sampling") == "mc"
+        if not fresh:
             method_GT, tokens = values_GT, result.rows_T
-        rows += _rows(study, name, seed, values_GT, result.rows_T)
+        rows += _rows(study, f"{label} (fresh noise)" if fresh else label, seed, values_GT, result.rows_T)
     detach(model)
     attach(model, Deterministic(layers=layers))
     own = brittleness(model, inputs, gammas=(0.0, *GAMMAS), layers=layers, seed=seed)
@@ -78,9 +80,9 @@ def over_seeds(rows: Sequence[Row], draws: int = 2000) -> list[Row]:
     out = [{name: value for name, value in one.items() if name != BY_PROMPT} for one in rows]
     for same in found.values():
         if len(same) > 1:
-            count = batched.multiplicities((len(same[0][BY_PROMPT]),), draws, 0) / len(same[0][BY_PROMPT])
-            drawn = [batched.Estimate(one["value"], count @ np.asarray(one[BY_PROMPT])) for one in same]
-            overall = batched.over_seeds(drawn, 0)
+            count = estimates.multiplicities((len(same[0][BY_PROMPT]),), draws, 0) / len(same[0][BY_PROMPT])
+            drawn = [estimates.Estimate(one["value"], count @ np.asarray(one[BY_PROMPT])) for one in same]
+            overall = estimates.over_seeds(drawn, 0)
             value, low, high = percentiles(overall.value, overall.draws, 0.95)
             kept = {name: item for name, item in same[0].items() if name != BY_PROMPT}
             out.append(kept | {"seed": None, "value": value, "low": low, "high": high})
@@ -100,17 +102,3 @@ def _rows(study: Study, name: str, seed: int, values_GT: Any, rows_T: Any) -> li
         keys = {"model": study.model, "task": study.task, "method": name, "seed": seed, "gamma": gamma}
         out.append(row(STUDY, "jaccard", interval.value, **keys) | {"low": interval.low, "high": interval.high})
     return out
-
-
-def _draws(model: Any) -> bool:
-    return hasattr(attached(model).config, "sampling")
-
-
-def _set_sampling(model: Any, kind: str) -> None:
-    """Both ways of drawing on the same trained routers."""
-    import dataclasses
-
-    if not _draws(model):
-        return
-    for router in routers_of(model).values():
-        router.config = dataclasses.replace(router.config, sampling="fixed" if kind == "fixed" else "mc")

@@ -6,17 +6,16 @@ without layer 0. ECE stands beside its noise floor: with a few hundred questions
 
 import tempfile
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 from vmoer import metrics as m
-from vmoer.attach import attach, attachment_of, detach
+from vmoer.evaluation.answers import predict_task
+from vmoer.evaluation.scores import Row
 from vmoer.gates import find
-from vmoer.models import open_model
-from vmoer.predict import predict_task
+from vmoer.live.attach import attach, attachment_of, detach
+from vmoer.models import open_model, skeleton
 from vmoer.routers import Config, Deterministic, Temperature
-from vmoer.studies._grid import Cell, Row, row
-from vmoer.studies._variants import Study
+from vmoer.studies._grid import Cell, row
+from vmoer.studies._variants import Study, read_answers
 
 STUDY = "temperature-sweep"
 TEMPERATURES = (0.1, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0)
@@ -24,8 +23,7 @@ TEMPERATURES = (0.1, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0)
 
 def cells(study: Study) -> list[Cell]:
     """One cell a layer: the model is opened once for its seven temperatures. Layer None is the deterministic line."""
-    base = _base(study)
-    layers: list[int | None] = [None, *(found.layer for found in find(open_model(base, device="cpu").model))]
+    layers: list[int | None] = [None, *(found.layer for found in find(skeleton(study.model)))]
     return [
         Cell(STUDY, {"layer": "all" if i is None else i, "seed": s, **study.common()}, partial(work, study, i, s))
         for s in study.seeds
@@ -49,9 +47,8 @@ def work(study: Study, layer: int | None, seed: int) -> list[Row]:
             detach(opened.model)
         attach(opened.model, config)
         with tempfile.TemporaryDirectory() as folder:
-            log_probs, answers = _read(
-                predict_task(opened.model, opened.tokenizer, questions, folder=folder, seed=seed)
-            )
+            path = predict_task(opened.model, opened.tokenizer, questions, folder=folder, seed=seed)
+            _, log_probs, answers = read_answers(path)
         confidence, correct = m.confidence(log_probs), m.correct_per_question(log_probs, answers)
         keys = {"model": study.model, "task": study.task, "split": "test", "method": config.key, "seed": seed}
         keys |= {"layer": layer, "temperature": temperature}
@@ -62,11 +59,3 @@ def work(study: Study, layer: int | None, seed: int) -> list[Row]:
             row(STUDY, "ece_floor", m.noise_floor(confidence, draws=200, seed=seed).mean, **keys),
         ]
     return rows
-
-
-def _read(path: Path) -> tuple[Any, Any]:
-    import numpy as np
-    import pyarrow.parquet as pq
-
-    table = pq.read_table(path)
-    return m.pad(table["log_probs"].to_pylist()), np.asarray(table["answer"].to_pylist())

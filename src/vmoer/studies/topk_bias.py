@@ -11,10 +11,12 @@ import numpy as np
 import torch
 
 from vmoer import metrics as m
-from vmoer.attach import attached, routers_of
-from vmoer.averaging import predict
-from vmoer.studies._grid import Cell, Row, row
-from vmoer.studies._variants import Study, batches, parse, prepare
+from vmoer.evaluation.scores import Row
+from vmoer.inference.averaging import predict
+from vmoer.live.attach import attached, routers_of
+from vmoer.routers import methods
+from vmoer.studies._grid import Cell, row
+from vmoer.studies._variants import Study, batches, first_stage, parse, prepare
 from vmoer.tasks.prompt import letter_ids
 
 STUDY = "topk-bias"
@@ -22,12 +24,14 @@ QUESTIONS = 200
 
 
 def cells(study: Study) -> list[Cell]:
-    chosen = [label for label in study.methods if parse(label)[0].startswith("vglr") and "+" not in label]
+    keys = [key for key, kind in methods().items() if kind.router.samples_logits]
+    chosen = [label for label in study.methods if parse(label)[0] in keys and "+" not in label]
     return [
         Cell(
             STUDY,
             {"method": label, "seed": seed, **study.common()},
             partial(work, study, label, seed),
+            first_stage(study, label, seed),
         )
         for seed in study.seeds
         for label in chosen

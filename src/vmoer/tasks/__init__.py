@@ -3,22 +3,53 @@
 A new data set is one file that ends in a `TASK`, and one line here.
 """
 
-from __future__ import annotations
-
-import difflib
-import importlib
 import os
 import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from vmoer.errors import InputError
+from vmoer.errors import InputError, unknown
+from vmoer.tasks import (
+    arc_challenge,
+    arc_easy,
+    commonsense_qa,
+    demo,
+    medmcqa,
+    mmlu,
+    mmlu_law,
+    openbookqa,
+    sciq,
+    social_iqa,
+)
+from vmoer.tasks._base import (
+    LETTERS,
+    Layout,
+    Part,
+    Question,
+    Record,
+    Task,
+    digest,
+    questions,
+    read_jsonl,
+    subsample,
+    take,
+)
+from vmoer.tasks._hub import Hub
 
-from . import arc_challenge, arc_easy, commonsense_qa, medmcqa, mmlu_law, openbookqa, sciq, social_iqa
-from ._base import LETTERS, Layout, Part, Question, Record, Task, questions, read_jsonl, subsample, take
-from ._hub import Hub
-
-__all__ = ["LETTERS", "Hub", "Layout", "Part", "Question", "Task", "load", "names", "register"]
+__all__ = [
+    "LETTERS",
+    "Hub",
+    "Layout",
+    "Part",
+    "Question",
+    "Task",
+    "digest",
+    "load",
+    "names",
+    "register",
+    "subsample",
+    "take",
+]
 
 _REGISTRY: dict[str, Task] = {}
 
@@ -46,18 +77,19 @@ def load(
 ) -> list[Question]:
     """The questions of one split of a data set.
 
-    `task` is a name out of `names()`, read from `data_root/<task>/<split>.jsonl` (or VMOER_DATA) if that is given and
-    else from the hub; or the path of a JSONL file, whose split "all" is the whole file and whose train, validation and
-    test are 70, 10 and 20 percent of it.
-
-    The splits we cut ourselves, subsamples and option orders are each a function of `seed` and of the question, not of
-    the order of the rows. Keep it fixed across the training seeds of a study: another seed is another test set.
-
-    `paper_splits` takes a seeded subsample of the size the paper prints for this split (all rows where it prints none,
-    and with a warning where there are fewer); `limit` takes a seeded subsample of at most that many.
+    Args:
+        task: a name out of `names()`; or the path of a JSONL file. The split "all" of a file is the whole of it, and its
+            train, validation and test are 70, 10 and 20 percent of it.
+        split: of the data set.
+        data_root: a folder with `<task>/<split>.jsonl` in it, VMOER_DATA by default. Without either the hub is asked.
+        seed: decides the splits that we cut ourselves, subsamples and option orders, together with each question and not
+            with the order of the rows. Keep it fixed across the training seeds of a study: another seed is another test
+            set.
+        paper_splits: take a seeded subsample of the size the paper prints for this split; all rows where it prints
+            none, and where there are fewer, which gives a warning.
+        limit: take a seeded subsample of at most so many questions.
+        shuffle_options: permute each question's options.
     """
-    if str(task).startswith("demo") and not _is_path(task):
-        importlib.import_module("vmoer.demo")  # registers its tasks, which need the embedded world
     if limit is not None and limit < 1:
         raise InputError(f"limit must be at least 1, not {limit}")
     if str(task) in _REGISTRY:
@@ -67,9 +99,7 @@ def load(
     elif _is_path(task):
         found = _from_file(Path(task), split, seed)
     else:
-        close = difflib.get_close_matches(str(task), _REGISTRY, cutoff=0.4)
-        hint = f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(_REGISTRY)}"
-        raise InputError(f"no task is named {str(task)!r}: {hint} (or give the path of a .jsonl file)")
+        raise unknown("task", str(task), _REGISTRY, ", or the path of a .jsonl file")
     if limit is not None:
         found = subsample(found, limit, seed)
     return [question.shuffled(seed) for question in found] if shuffle_options else found
@@ -140,5 +170,7 @@ def _is_path(task: str | Path) -> bool:
     return isinstance(task, Path) or task.endswith((".jsonl", ".json")) or os.sep in task or Path(task).is_file()
 
 
-for _module in (openbookqa, arc_easy, arc_challenge, sciq, medmcqa, mmlu_law, commonsense_qa, social_iqa):
+for _module in (openbookqa, arc_easy, arc_challenge, sciq, medmcqa, mmlu, mmlu_law, commonsense_qa, social_iqa):
     register(_module.TASK)
+for _task in demo.TASKS:
+    register(_task)

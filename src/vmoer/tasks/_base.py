@@ -1,15 +1,15 @@
-"""What a question is, what a data set says of itself, and the checks every row passes whatever its source."""
+"""Questions, data sets, and the checks that every row passes, whatever its source."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from vmoer.errors import InputError
+from vmoer.files import parse_json
 
 LETTERS = "ABCDEFGHIJ"
 
@@ -29,7 +29,7 @@ class Question:
     split: str
 
     def shuffled(self, seed: int) -> Question:
-        """The same question with its options permuted: a function of (seed, id) alone, so the same in any subset."""
+        """The same question with its options permuted, by a function of (seed, id) alone: the same in any subset."""
         order = sorted(range(len(self.choices)), key=lambda i: digest("options", seed, self.id, i))
         return replace(self, choices=tuple(self.choices[i] for i in order), answer=order.index(self.answer))
 
@@ -48,26 +48,25 @@ class Part:
 
 
 Layout = Mapping[str, Part]
-"""Where each split that we serve comes from."""
+"""The part that each split is made of."""
 
 OWN: Layout = {name: Part(name) for name in ("train", "validation", "test")}
 
 
 @dataclass(frozen=True)
 class Task:
-    """A data set.
-
-    `source` gives the data set's own splits, each an iterable that is read only when asked for. `layouts` are tried in
-    order and the first whose sources all exist is used, so that the hub's copy and a folder with fewer files both
-    work; with none that fits, the splits that exist are served as they are. `paper_sizes` are the rows the paper takes.
-    """
+    """A data set."""
 
     name: str
     source: Callable[[], Mapping[str, Iterable[Record]]]
+    """Gives the data set's own splits, each an iterable that is read only when it is needed."""
     layouts: tuple[Layout, ...] = (OWN,)
+    """The first layout whose sources all exist is used, so that the hub's copy and a folder with fewer files both work."""
     paper_sizes: Mapping[str, int] | None = None
+    """How many rows the paper takes of each split."""
 
     def layout(self, available: Iterable[str]) -> Layout:
+        """The layout for the splits that are there; where none fits, each split is served as it is."""
         have = set(available)
         for layout in self.layouts:
             if {part.source for part in layout.values()} <= have:
@@ -76,13 +75,16 @@ class Task:
 
 
 def digest(*key: object) -> bytes:
-    """A number drawn by what it is for, not by when it is drawn: no order of calls can change it."""
+    """A pseudo-random number as a function of its key, so that the order of calls cannot change it."""
     return hashlib.sha256("\x1f".join(map(str, key)).encode()).digest()
 
 
 def take(part: Part, questions: list[Question], seed: int) -> list[Question]:
-    """The part's questions, in the order they had. Questions of the same wording lie together in the seeded order,
-    so a split we make does not put one into train and its twin into test (but for one group at each cut)."""
+    """The part's questions, in their own order.
+
+    Questions of the same wording lie together in the seeded order. So a split we make does not put one into train and its
+    twin into test, but for one group at each cut.
+    """
     if part.whole:
         return questions
     ranked = sorted(
@@ -93,7 +95,7 @@ def take(part: Part, questions: list[Question], seed: int) -> list[Question]:
 
 
 def subsample(questions: list[Question], n: int, seed: int) -> list[Question]:
-    """n of the questions, in the order they had; a smaller n is a subset of a larger one."""
+    """n of the questions, in their own order; the questions for a smaller n are among those for a larger one."""
     ranked = sorted(range(len(questions)), key=lambda i: digest("sample", seed, questions[i].id))
     return [questions[i] for i in sorted(ranked[:n])]
 
@@ -110,7 +112,7 @@ def read_jsonl(path: Path) -> Iterator[tuple[str, Record]]:
 
 
 def questions(rows: Iterable[tuple[str, Record]], task: str, split: str, where: str) -> list[Question]:
-    """The rows as questions, every one of them checked; `where` names the source when it turns out to be empty."""
+    """The rows as checked questions. `where` names the source in the error for an empty one."""
     found: list[Question] = []
     seen: dict[str, str] = {}
     for place, row in rows:
@@ -125,10 +127,7 @@ def questions(rows: Iterable[tuple[str, Record]], task: str, split: str, where: 
 
 
 def _parse(line: str, place: str) -> Record:
-    try:
-        row = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise InputError(f"{place}: not valid JSON ({error})") from error
+    row = parse_json(line, place)
     if not isinstance(row, dict):
         raise InputError(f"{place}: a line must be a JSON object, not {type(row).__name__}")
     return row
@@ -157,9 +156,10 @@ def _question(row: Record, task: str, split: str, place: str) -> Question:
 
 
 def _is_text(value: object) -> bool:
-    """A string with something in it, and no half of a surrogate pair: JSON can hold one, no tokenizer takes it."""
+    """A non-empty string without half a surrogate pair: JSON can hold one, but no tokenizer takes it."""
     return isinstance(value, str) and bool(value.strip()) and value.encode(errors="ignore").decode() == value
 
 
 def _wording(question: Question) -> str:
+    """The question's text without case and spacing."""
     return " ".join(question.question.casefold().split())

@@ -1,4 +1,4 @@
-"""Data sets from the Hugging Face hub, through the `datasets` library (an extra, imported only here)."""
+"""Data sets from the Hugging Face hub, through the `datasets` library, which is an extra."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from vmoer.errors import InputError
+from vmoer.tasks._base import Record
 
-from ._base import Record
-
-Row = Mapping[str, Any]
+HubRow = Mapping[str, Any]
+"""A row as the hub's data set has it."""
 
 
 @dataclass(frozen=True)
 class Hub:
-    """A data set on the hub; `record(row, split, index)` puts one of its rows into our form."""
+    """A data set on the hub; `record(row, split, index)` puts one of its rows into our form, or says None to leave it out."""
 
     id: str
-    record: Callable[[Row, str, int], Record]
+    record: Callable[[HubRow, str, int], Record | None]
     config: str | None = None
     revision: str | None = None
 
@@ -39,17 +39,19 @@ class Hub:
             ) from error
         return {str(name): self._records(rows, str(name)) for name, rows in splits.items()}
 
-    def _records(self, rows: Iterable[Row], split: str) -> Iterator[Record]:
+    def _records(self, rows: Iterable[HubRow], split: str) -> Iterator[Record]:
         for index, row in enumerate(rows):
             try:
-                yield self.record(row, split, index)
+                found = self.record(row, split, index)
             except (KeyError, IndexError, TypeError, ValueError) as error:
                 raise InputError(
                     f"{self.id} {split} row {index}: not in the expected form ({type(error).__name__}: {error})"
                 ) from error
+            if found is not None:
+                yield found
 
 
-def labelled(row: Row, id: str, question: str) -> Record:
+def labelled(row: HubRow, id: str, question: str) -> Record:
     """A row whose `choices` are parallel lists of `text` and `label`, its `answerKey` one of the labels.
 
     Labels are looked up, not counted from A: some rows of ARC are labelled 1 to 4.

@@ -3,11 +3,11 @@
 Three to five options; its own three splits.
 """
 
-from ._base import Record, Task
-from ._hub import Hub, Row, labelled
+from vmoer.tasks._base import Record, Task
+from vmoer.tasks._hub import Hub, HubRow, labelled
 
 
-def record(row: Row, split: str, index: int) -> Record:
+def record(row: HubRow, split: str, index: int) -> Record:
     return labelled(row, f"arc_easy-{row['id']}", row["question"])
 
 

@@ -4,13 +4,13 @@ Its own test split has no labels: its validation rows serve as test, and 1000 ro
 validation.
 """
 
-from ._base import Part, Record, Task
-from ._hub import Hub, Row, labelled
+from vmoer.tasks._base import Part, Record, Task
+from vmoer.tasks._hub import Hub, HubRow, labelled
 
 LAYOUT = {"train": Part("train", 1000), "validation": Part("train", 0, 1000), "test": Part("validation")}
 
 
-def record(row: Row, split: str, index: int) -> Record:
+def record(row: HubRow, split: str, index: int) -> Record:
     return labelled(row, f"commonsense_qa-{row['id']}", row["question"])
 
 

@@ -4,15 +4,15 @@ Its own test split has no labels, so the labelled validation rows (4183) are cut
 3183 for validation and 1000 for test. Without: 3000 for train, 183 for validation and the same 1000 for test.
 """
 
-from ._base import Part, Record, Task
-from ._hub import Hub, Row
+from vmoer.tasks._base import Part, Record, Task
+from vmoer.tasks._hub import Hub, HubRow
 
 TEST = Part("validation", 3183)
 WITH_TRAIN = {"train": Part("train"), "validation": Part("validation", 0, 3183), "test": TEST}
 WITHOUT_TRAIN = {"train": Part("validation", 0, 3000), "validation": Part("validation", 3000, 3183), "test": TEST}
 
 
-def record(row: Row, split: str, index: int) -> Record:
+def record(row: HubRow, split: str, index: int) -> Record:
     choices = [row[column] for column in ("opa", "opb", "opc", "opd")]
     return {"id": f"medmcqa-{row['id']}", "question": row["question"], "choices": choices, "answer": row["cop"]}
 

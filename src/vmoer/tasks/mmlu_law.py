@@ -1,12 +1,14 @@
-"""MMLU professional law (Hendrycks et al., 2021): bar exam cases, four options, prompts several times longer than the
-other sets'. Its own splits are test, validation and five dev rows; there is no train, and none is made of it: it is
-here to be out of distribution."""
+"""MMLU professional law (Hendrycks et al., 2021): bar exam cases, four options.
 
-from ._base import Part, Record, Task
-from ._hub import Hub, Row
+Prompts are several times longer than those of the other sets. Its own splits are test, validation and five dev rows.
+There is no train split and none is made, because this set serves as out-of-distribution data.
+"""
+
+from vmoer.tasks._base import Part, Record, Task
+from vmoer.tasks._hub import Hub, HubRow
 
 
-def record(row: Row, split: str, index: int) -> Record:
+def record(row: HubRow, split: str, index: int) -> Record:
     return {
         "id": f"mmlu-professional_law-{split}-{index}",
         "question": row["question"],

@@ -1,43 +1,38 @@
 """One prompt for every model: it ends exactly where the answer letter would start.
 
-The answer's probabilities are the softmax over the letters' logits at the last prompt token, so what the letter looks
-like *there* matters: `A` after one chat template, ` A` after another and after the plain prompt. Both are asked of the
-tokenizer, never assumed.
+The answer's probabilities are the softmax over the letters' logits at the last prompt token. So the letter's token at
+that place matters: it is `A` after one chat template, ` A` after another and after the plain prompt. The tokenizer is
+asked; nothing is assumed.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
+from transformers import PreTrainedTokenizerBase
+
 from vmoer.errors import InputError
-
-from ._base import LETTERS, Question
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from vmoer.tasks._base import LETTERS, Question
 
 SYSTEM = "Pick the best answer to the question. Reply with the capital letter in front of it and nothing else."
 
-_ANSWER = "@@ANSWER@@"  # stands for the answer while we look at what a template puts around it
+_ANSWER = "@@ANSWER@@"  # stands for the answer when we look at what a template puts around it
 _PROBE = Question("probe", "Which of these is a colour?", ("red", "seven"), 0, "probe", "probe")
 
 
 @dataclass(frozen=True)
 class _Form:
-    """How this tokenizer's prompts look: found once with a probe, then the same for every question."""
+    """The form of a tokenizer's prompts, the same for every question. It is found with a probe."""
 
-    template: str | None  # none: the plain prompt
-    bos: tuple[int, ...] = ()  # where no template writes it
+    template: str | None  # None for the plain prompt
+    bos: tuple[int, ...] = ()  # the BOS token, where no template writes it
     system_role: bool = False
     opening: str = ""  # what belongs between the generation prompt and the answer, such as a channel marker
     space: str = " "  # what separates the prompt from the letter, and is part of the letter's token
 
 
 _encoded: WeakKeyDictionary[PreTrainedTokenizerBase, dict[tuple[_Form, Question], list[int]]] = WeakKeyDictionary()
-"""What was encoded already, as long as its tokenizer lives: a study asks the same questions again and again."""
+"""Encoded prompts by tokenizer: a study asks the same questions again and again."""
 
 
 def prompt(tokenizer: PreTrainedTokenizerBase, question: Question) -> str:
@@ -71,7 +66,7 @@ def letter_ids(tokenizer: PreTrainedTokenizerBase, n: int) -> list[int]:
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, questions: Iterable[Question], max_length: int) -> list[list[int]]:
-    """Each question's prompt as token ids; one that is longer than `max_length`, the model's context, is an error."""
+    """Each question's prompt as token ids. A prompt longer than `max_length`, the model's context, is an error."""
     form = _form(tokenizer)
     known = _encoded.setdefault(tokenizer, {})
     encoded = []
@@ -115,7 +110,9 @@ def _form(tokenizer: PreTrainedTokenizerBase) -> _Form:
     messages = _messages(_PROBE, system_role)
     asked = _render(tokenizer, template, messages)
     answered = _render(tokenizer, template, [*messages, {"role": "assistant", "content": _ANSWER}], answered=True)
-    gap = ""  # also where a template words an answered turn otherwise: the letter then follows the prompt directly
+    gap = (
+        ""  # stays empty where a template words an answered turn otherwise: the letter then follows the prompt directly
+    )
     if answered.startswith(asked) and _ANSWER in answered:
         gap = answered[len(asked) : answered.index(_ANSWER)]
     opening = gap.removesuffix(" ")
@@ -123,7 +120,7 @@ def _form(tokenizer: PreTrainedTokenizerBase) -> _Form:
 
 
 def _undated(template: str) -> str:
-    """The template with a fixed date, where it would write today's: the same command gives the same prompt tomorrow."""
+    """The template with a fixed date in place of today's, so that the same command gives the same prompt tomorrow."""
     if "strftime_now" not in template:
         return template
     return "{% macro strftime_now(form) %}2025-01-01{% endmacro +%}" + template
@@ -141,7 +138,7 @@ def _takes_system_role(tokenizer: PreTrainedTokenizerBase, template: str) -> boo
 def _render(
     tokenizer: PreTrainedTokenizerBase, template: str, messages: list[dict[str, str]], answered: bool = False
 ) -> str:
-    """Templates that let the model think before it answers are told not to; the others ignore that option."""
+    """The template's text. Templates that let the model think before it answers are told not to; others ignore that."""
     text = tokenizer.apply_chat_template(
         messages, chat_template=template, tokenize=False, add_generation_prompt=not answered, enable_thinking=False
     )
@@ -149,6 +146,6 @@ def _render(
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, form: _Form, text: str) -> list[int]:
-    """A chat template writes its own special tokens; the plain prompt gets a BOS where the tokenizer puts one, and
-    never an EOS, after which no letter would follow."""
+    """A chat template writes its own special tokens. The plain prompt gets a BOS where the tokenizer puts one, and never
+    an EOS, after which no letter would follow."""
     return [*form.bos, *tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]

@@ -4,14 +4,14 @@ The hub has all three splits. Where there is no train, the validation rows are c
 (200 of 1000) for validation; test is always test.
 """
 
-from ._base import OWN, Part, Record, Task, digest
-from ._hub import Hub, Row
+from vmoer.tasks._base import OWN, Part, Record, Task, digest
+from vmoer.tasks._hub import Hub, HubRow
 
 WITHOUT_TRAIN = {"train": Part("validation", 0, 800), "validation": Part("validation", 800), "test": Part("test")}
 
 
-def record(row: Row, split: str, index: int) -> Record:
-    """The hub keeps the right answer in a column of its own; the row's wording decides where it goes."""
+def record(row: HubRow, split: str, index: int) -> Record:
+    """The hub keeps the right answer in a column of its own; a hash of the question decides where it goes."""
     options = [row["correct_answer"], row["distractor1"], row["distractor2"], row["distractor3"]]
     order = sorted(range(4), key=lambda i: digest("sciq", row["question"], i))
     return {

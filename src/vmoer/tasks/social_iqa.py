@@ -4,13 +4,13 @@ It has no labelled test: its validation rows serve as test, and 2000 rows of tra
 Rows have no id of their own; ours is the row's number, unique within a source split but not across train and test.
 """
 
-from ._base import Part, Record, Task
-from ._hub import Hub, Row
+from vmoer.tasks._base import Part, Record, Task
+from vmoer.tasks._hub import Hub, HubRow
 
 LAYOUT = {"train": Part("train", 2000), "validation": Part("train", 0, 2000), "test": Part("validation")}
 
 
-def record(row: Row, split: str, index: int) -> Record:
+def record(row: HubRow, split: str, index: int) -> Record:
     return {
         "id": f"social_iqa-{index}",
         "question": f"{row['context']} {row['question']}",

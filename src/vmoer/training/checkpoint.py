@@ -1,22 +1,29 @@
 """The state of an unfinished stage, in one safetensors file that appears whole or not at all.
 
-Tensors: what is trained, AdamW's moments, the best state so far, and a method's own buffers (SWAG). The counters and the
-settings are JSON in the file's header. One file and one rename: after kill -9 there is the old state or the new one.
+Tensors: what is trained, AdamW's moments, the best state so far, and a method's own buffers. The counters and the
+settings are JSON in the file's header, and so is a checksum of all of it. One file and one rename: after kill -9 there is the
+old state or the new one.
 """
 
+import hashlib
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
 from safetensors.torch import save as to_bytes
 from torch import Tensor, nn
 
-from vmoer.attach import routers_of
 from vmoer.errors import InputError
-from vmoer.files import write_bytes
+from vmoer.files import read_regular, write_bytes
+from vmoer.live.attach import routers_of
 from vmoer.training.workers import Workers, assign, whole
+
+LIMIT = 2**40
+"""Bytes of the largest state that is read."""
 
 
 def state_of(trainable: dict[str, nn.Parameter], model: nn.Module) -> dict[str, Tensor]:
@@ -54,22 +61,41 @@ def save(
             tensors[f"adam/{moment}/{name}"] = whole(value)
     tensors |= {f"best/{name}": value for name, value in best.items()}
     if workers.main:
-        write_bytes(path, to_bytes(tensors, metadata={"state": json.dumps(counters)}))
+        state = json.dumps(counters)
+        write_bytes(path, to_bytes(tensors, metadata={"state": state, "sha256": _digest(state, tensors)}))
+
+
+def _digest(state: str, tensors: dict[str, Tensor]) -> str:
+    found = hashlib.sha256(state.encode())
+    for name, value in sorted(tensors.items()):
+        found.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+        found.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
+    """Counters and tensors; None where the file is damaged, which is said: the stage then starts again."""
+    try:
+        tensors = load_tensors(data := read_regular(path, LIMIT))
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
+        if header["sha256"] != _digest(header["state"], tensors):
+            raise InputError("its checksum is not that of its content")
+        return json.loads(header["state"]), tensors
+    except (SafetensorError, InputError, KeyError, ValueError, TypeError, RuntimeError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        warnings.warn(f"{path} is damaged ({reason}): the stage starts again", stacklevel=2)
+        return None
 
 
 def load(
     path: Path, model: nn.Module, trainable: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer
 ) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
-    """Put a saved state back; returns its counters and the best state, or None where there is no file."""
-    if not path.exists():
+    """Put a saved state back; returns its counters and the best state, or None where there is no file, or a damaged one."""
+    if not path.exists() or (read := _read(path)) is None:
         return None
-    try:
-        with safe_open(str(path), "pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            counters = json.loads((file.metadata() or {})["state"])
-    except (SafetensorError, KeyError, ValueError) as error:
-        raise InputError(f"{path} is not a training state of vmoer ({error}): remove it to start again") from None
-    if {name for name in tensors if name.startswith("param/")} != {f"param/{name}" for name in trainable}:
+    counters, tensors = read
+    ours = {f"param/{name}": tuple(p.shape) for name, p in trainable.items()}
+    if {name: tuple(value.shape) for name, value in tensors.items() if name.startswith("param/")} != ours:
         raise InputError(f"{path} holds the state of another method or model: remove it or choose another folder")
     restore(tensors, trainable, model)
     for name, p in trainable.items():

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from vmoer.errors import InputError
-from vmoer.tasks import Part, Question
-from vmoer.tasks._base import take
+from vmoer.tasks import Part, Question, take
+from vmoer.tasks.batches import padded
 from vmoer.tasks.prompt import encode, letter_ids
 
 POOL = 32  # batches a pool: enough to find prompts of like length, few enough that an epoch stays well mixed
@@ -85,7 +85,7 @@ def held_out_share(stage2_data: str) -> float:
 
 
 def hold_out(questions: Sequence[Question], share: float, seed: int) -> tuple[list[Question], list[Question]]:
-    """What stage 1 trains on and what it never sees; by the questions' wording, so that twins stay on one side."""
+    """The questions that stage 1 trains on, and those it never sees. Questions of one wording stay on one side."""
     known = round((1 - share) * len(questions))
     if not 0 < known < len(questions):
         raise InputError(f"a held-out share of {share} leaves nothing on one side of {len(questions)} questions")
@@ -94,7 +94,7 @@ def hold_out(questions: Sequence[Question], share: float, seed: int) -> tuple[li
 
 
 def halves(validation: Sequence[Question], seed: int) -> tuple[list[Question], list[Question]]:
-    """What stopping and choosing may see, and what is left to compare runs on that were stopped and chosen by the first."""
+    """Two halves of validation: the first for stopping and choosing, the second for comparing what was stopped and chosen."""
     return hold_out(validation, 0.5, seed)
 
 
@@ -111,17 +111,6 @@ def epoch_batches(lengths: Sequence[int], batch_size: int, seed: int, epoch: int
     return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
 
 
-def by_length(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
-    """Rows in batches of at most `batch_tokens` with their padding (one row at least), the longest first."""
-    batches: list[list[int]] = []
-    for row in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        if batches and lengths[batches[-1][0]] * (len(batches[-1]) + 1) <= batch_tokens:
-            batches[-1].append(row)
-        else:
-            batches.append([row])
-    return batches
-
-
 def collate(examples: Examples, rows: Sequence[int], device: torch.device) -> Batch:
     """One batch on the device. The mask is always given, also where no row is padded."""
     prompts = [examples.prompts[row] for row in rows]
@@ -136,10 +125,7 @@ def collate(examples: Examples, rows: Sequence[int], device: torch.device) -> Ba
         return tensor.to(device, non_blocking=True)
 
     return Batch(
-        inputs={
-            "input_ids": put(torch.tensor([[*p, *[p[-1]] * (width - len(p))] for p in prompts])),
-            "attention_mask": put(torch.tensor([[1] * len(p) + [0] * (width - len(p)) for p in prompts])),
-        },
+        inputs=padded(prompts, device, width),
         columns_U=put(torch.tensor(columns)),
         place_B=put(torch.tensor([columns.index(column) for column in last])),
         last_B=put(torch.tensor(last)),

@@ -1,16 +1,12 @@
 """The loop that both stages run: AdamW, warm-up and cosine, validation after every epoch, resumable at any step.
 
-A step does not wait for the device: a gradient that is not finite is passed over by the fused AdamW itself (`found_inf`), and
-what the step has to say is read later (telemetry.py). Data order, noise and learning rate are functions of the seed and the
-step, so a resumed run is the uninterrupted one.
+Data order, noise and learning rate are functions of the seed and the step, so a resumed run is the uninterrupted one.
 """
 
 import dataclasses
 import json
 import math
-import re
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,14 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from vmoer import metrics
-from vmoer.attach import attachment_of, routers_of
-from vmoer.errors import InputError, RunError
+from vmoer.errors import InputError
+from vmoer.live.attach import attached, attachment_of, routers_of
 from vmoer.training import checkpoint
-from vmoer.training.data import Examples, collate, epoch_batches
-from vmoer.training.objective import evaluate, micro_loss
+from vmoer.training.data import Examples, epoch_batches
+from vmoer.training.objective import evaluate
 from vmoer.training.plan import Plan, Running, learning_rate
-from vmoer.training.telemetry import SHARES, Telemetry
-from vmoer.training.workers import Workers, local
+from vmoer.training.steps import Steps
+from vmoer.training.telemetry import Telemetry
 
 
 @dataclass
@@ -44,7 +40,7 @@ class State:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class StageOutcome:
     """The last and the best state of what was trained, by name, and the validation after each epoch."""
 
     last: dict[str, Tensor]
@@ -62,145 +58,155 @@ class Outcome:
         }
 
 
-def optimise(
-    model: nn.Module,
-    train: Examples,
-    valid: Examples,
-    plan: Plan,
-    *,
-    stage: int,
-    folder: Path,
-    settings: dict[str, Any],
-    running: Running,
-    seed: int = 0,
-    passes: int = 1,
-    snapshots: int = 0,
-    training_mode: bool = False,
-) -> Outcome:
-    """Train what requires grad. The state is kept in `folder`; if it is there already, the run goes on from it.
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """What is particular to a stage, besides its data and its plan.
 
-    In stage 2 the untrained state is a candidate for the best too. `snapshots` is how many the routers collect over the
-    second half (SWAG), in which case nothing stops early; `training_mode` switches the model's own dropout on.
+    Args:
+        number: 1 or 2. In stage 2 the untrained state is a candidate for the best too.
+        folder: where the state is kept; if it is there already, the run goes on from it.
+        settings: what the state was made with; a folder that was begun with others is refused.
+        passes: passes of a step, and of validation, whose likelihoods are averaged.
+        snapshots: how many the routers collect over the second half, in which case nothing stops early.
+        dropout: whether the model's own dropout is on.
     """
-    workers, settings = running.workers, json.loads(json.dumps(settings))
-    path = folder / f"stage{stage}.safetensors"
-    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if not trainable:
-        raise InputError("nothing of this model is trainable")
-    refuse_inference_only(model)
-    groups = _groups(list(trainable))
-    parameters = list(trainable.values())
-    optimizer = torch.optim.AdamW(parameters, lr=plan.lr, weight_decay=plan.weight_decay, fused=not workers.sharded)
-    names = list(dict.fromkeys(groups))
-    group_P = torch.tensor([names.index(g) for g in groups], device=workers.device)
-    log = _telemetry(model, folder, stage, names, running)
-    state, best = _resume(path, settings, model, trainable, optimizer, log)
 
-    per_epoch = len(epoch_batches(train.lengths, plan.batch_size, seed, 0))
-    total = plan.epochs * per_epoch
-    collect_at = {total - i * (total - total // 2) // snapshots for i in range(snapshots)}
-    if len(collect_at) < snapshots:
-        remedy = "train for more epochs or on more questions"
-        message = f"only {len(collect_at)} snapshots fit into the second half, where swag wants {snapshots}; {remedy}"
-        log.warn("snapshots", {"step": state.step, "epoch": 0}, message)
+    number: int
+    folder: Path
+    settings: dict[str, Any]
+    seed: int = 0
+    passes: int = 1
+    snapshots: int = 0
+    dropout: bool = False
 
-    kept_at = time.monotonic()
 
-    def keep() -> None:
-        nonlocal kept_at
-        if workers.size == 1 and time.monotonic() - kept_at < running.checkpoint_seconds:
-            return
-        kept_at = time.monotonic()
-        counters = {"settings": settings, "telemetry": log.state(), **dataclasses.asdict(state)}
-        checkpoint.save(path, model, trainable, optimizer, best, counters, workers)
+def optimise(
+    model: nn.Module, train: Examples, valid: Examples, plan: Plan, stage: Stage, running: Running
+) -> StageOutcome:
+    """Train what requires grad."""
+    return _Loop(model, train, valid, plan, stage, running).run()
 
-    def validate(epoch: int) -> None:
-        nonlocal best
-        log_probs = evaluate(model, valid, workers, passes=passes, seed=seed).numpy()
-        nll = metrics.nll(log_probs, valid.answers)
+
+class _Loop:
+    """A stage under way: its steps, its log, its counters and the best state so far."""
+
+    def __init__(
+        self, model: nn.Module, train: Examples, valid: Examples, plan: Plan, stage: Stage, running: Running
+    ) -> None:
+        self.model, self.train, self.valid, self.plan = model, train, valid, plan
+        self.stage, self.running = stage, running
+        self.settings = json.loads(json.dumps(stage.settings))
+        self.path = stage.folder / f"stage{stage.number}.safetensors"
+        self.steps = Steps(model, train, plan, running.workers, stage.passes)
+        self.log = _telemetry(model, stage, self.steps.groups, running)
+        self.state, self.best = self._resume()
+        self.per_epoch = len(epoch_batches(train.lengths, plan.batch_size, stage.seed, 0))
+        self.total = plan.epochs * self.per_epoch
+        self.collect_at = self._snapshots()
+        self.kept_at = time.monotonic()
+
+    def run(self) -> StageOutcome:
+        state = self.state
+        if not state.history:
+            self._validate(0)
+            self._keep()
+        state.finished = state.finished or self.total == 0
+        while not state.finished:
+            self._epoch()
+            patience = None if self.stage.snapshots else self.plan.patience
+            state.finished = state.step >= self.total or (patience is not None and state.since_best >= patience)
+            self._keep()
+        self._show(self.total)
+        self.model.eval()
+        last = checkpoint.state_of(self.steps.trainable, self.model)
+        return StageOutcome(last, self.best or last, state, self.log.skipped)
+
+    def _show(self, step: int) -> None:
+        if self.running.progress and self.running.workers.main:
+            self.running.progress(f"stage {self.stage.number}", step, self.total)
+
+    def _epoch(self) -> None:
+        """What is left of the current epoch, and its validation."""
+        state, log, workers, seed = self.state, self.log, self.running.workers, self.stage.seed
+        epoch = state.step // self.per_epoch
+        self.model.train(self.stage.dropout)
+        batches = epoch_batches(self.train.lengths, self.plan.batch_size, seed, epoch)
+        for rows in batches[state.step % self.per_epoch :]:
+            lr = learning_rate(self.plan, state.step, self.total, hold=bool(self.stage.snapshots))
+            torch.manual_seed((seed * 1_000_003 + state.step) * workers.size + workers.rank)  # the model's own dropout
+            log.add(state.step + 1, epoch + 1, lr, self.steps.take(rows, lr, state.step))
+            state.step += 1
+            self._show(state.step)
+            if state.step in self.collect_at:
+                for router in routers_of(self.model).values():
+                    router.collect()
+            if log.due:
+                state.epoch_nll += log.flush()
+            if state.step % self.running.checkpoint_every == 0 and state.step % self.per_epoch:
+                state.epoch_nll += log.flush()
+                self._keep()
+        state.epoch_nll += log.flush()
+        self._validate(epoch + 1)
+
+    def _validate(self, epoch: int) -> None:
+        state, stage = self.state, self.stage
+        found = evaluate(self.model, self.valid, self.running.workers, passes=stage.passes, seed=stage.seed)
+        log_probs = found.numpy()
+        nll = metrics.nll(log_probs, self.valid.answers)
         row = {
             "epoch": epoch,
             "step": state.step,
             "train_nll": sum(state.epoch_nll) / len(state.epoch_nll) if state.epoch_nll else None,
             "validation_nll": nll,
-            "validation_accuracy": metrics.accuracy(log_probs, valid.answers),
+            "validation_accuracy": metrics.accuracy(log_probs, self.valid.answers),
         }
         state.epoch_nll = []
         state.history.append(row)
-        log.write({"stage": stage, **row})
-        if epoch > 0 and stage == 2:
-            log.check_memorised(row)
-        if nll < state.best_nll and (epoch > 0 or (stage == 2 and not snapshots)):
+        self.log.write({"stage": stage.number, **row})
+        if epoch > 0 and stage.number == 2:
+            self.log.check_memorised(row)
+        if nll < state.best_nll and (epoch > 0 or (stage.number == 2 and not stage.snapshots)):
             state.best_nll, state.best_epoch, state.since_best = nll, epoch, 0
-            best = checkpoint.state_of(trainable, model)
+            self.best = checkpoint.state_of(self.steps.trainable, self.model)
         elif epoch > 0:
             state.since_best += 1
 
-    if not state.history:
-        validate(0)
-        keep()
-    bar = _bar(f"stage {stage}", total, state.step, running)
-    state.finished = state.finished or total == 0
-    while not state.finished:
-        epoch = state.step // per_epoch
-        model.train(training_mode)
-        for rows in epoch_batches(train.lengths, plan.batch_size, seed, epoch)[state.step % per_epoch :]:
-            lr = learning_rate(plan, state.step, total, hold=bool(snapshots))
-            torch.manual_seed((seed * 1_000_003 + state.step) * workers.size + workers.rank)  # the model's own dropout
-            values = _step(model, train, rows, plan, optimizer, parameters, lr, state.step, workers, passes)
-            values["grad_square_G"] = _by_group(values.pop("grad_square_P"), group_P, len(names))
-            log.add(state.step + 1, epoch + 1, lr, values)
-            state.step += 1
-            bar(state.step)
-            if state.step in collect_at:
-                for router in routers_of(model).values():
-                    router.collect()
-            if log.due:
-                state.epoch_nll += log.flush()
-            if state.step % running.checkpoint_every == 0 and state.step % per_epoch:
-                state.epoch_nll += log.flush()
-                keep()
-        state.epoch_nll += log.flush()
-        validate(epoch + 1)
-        stop = plan.patience is not None and not snapshots and state.since_best >= plan.patience
-        state.finished = stop or state.step >= total
-        keep()
-    bar(total)
-    model.eval()
-    last = checkpoint.state_of(trainable, model)
-    return Outcome(last, best or last, state, log.skipped)
+    def _keep(self) -> None:
+        """Write the state, but not more often than asked for. Processes that train together all take part."""
+        workers = self.running.workers
+        if workers.size == 1 and time.monotonic() - self.kept_at < self.running.checkpoint_seconds:
+            return
+        self.kept_at = time.monotonic()
+        counters = {"settings": self.settings, "telemetry": self.log.state(), **dataclasses.asdict(self.state)}
+        checkpoint.save(self.path, self.model, self.steps.trainable, self.steps.optimizer, self.best, counters, workers)
 
+    def _resume(self) -> tuple[State, dict[str, Tensor]]:
+        """The counters and the best state of the folder, or new ones."""
+        found = checkpoint.load(self.path, self.model, self.steps.trainable, self.steps.optimizer)
+        if found is None:
+            self.log.rewind(-1, {})
+            return State(), {}
+        counters, best = found
+        refuse_other_settings(self.path, counters.pop("settings"), self.settings)
+        log_state = counters.pop("telemetry")
+        state = State(**counters)
+        self.log.rewind(state.step, log_state)
+        return state, best
 
-def _resume(
-    path: Path,
-    settings: dict[str, Any],
-    model: nn.Module,
-    trainable: dict[str, nn.Parameter],
-    optimizer: torch.optim.Optimizer,
-    log: Telemetry,
-) -> tuple[State, dict[str, Tensor]]:
-    found = checkpoint.load(path, model, trainable, optimizer)
-    if found is None:
-        log.rewind(-1, {})
-        return State(), {}
-    counters, best = found
-    refuse_other_settings(path, counters.pop("settings"), settings)
-    log_state = counters.pop("telemetry")
-    state = State(**counters)
-    log.rewind(state.step, log_state)
-    return state, best
-
-
-def refuse_inference_only(model: nn.Module) -> None:
-    """bitsandbytes packs 4-bit layers for AVX512-BF16 at the first pass without gradients, and what is packed has no backward."""
-    for module in model.modules():
-        if getattr(module, "support_avx512bf16_for_cpu", False) and next(module.parameters()).device.type == "cpu":
-            what = "bitsandbytes' 4-bit layers cannot be trained through on this processor"
-            raise InputError(f"{what}: take a GPU, or the base in full precision")
+    def _snapshots(self) -> set[int]:
+        """Steps after which the routers collect: evenly spread over the second half."""
+        wanted, total = self.stage.snapshots, self.total
+        steps = {total - i * (total - total // 2) // wanted for i in range(wanted)}
+        if len(steps) < wanted:
+            remedy = "train for more epochs or on more questions"
+            wants = f"{attached(self.model).config.key} wants {wanted}"
+            message = f"only {len(steps)} snapshots fit into the second half, where {wants}; {remedy}"
+            self.log.warn("snapshots", {"step": self.state.step, "epoch": 0}, message)
+        return steps
 
 
 def refuse_other_settings(path: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
-    """A folder goes on only with what it was begun with; the first difference is named."""
+    """Refuse a folder that was begun with other settings; the error names the first difference."""
     for name in sorted({*theirs, *ours}):
         if theirs.get(name) != ours.get(name):
             raise InputError(
@@ -209,102 +215,12 @@ def refuse_other_settings(path: Path, theirs: dict[str, Any], ours: dict[str, An
             )
 
 
-def _step(
-    model: nn.Module,
-    train: Examples,
-    rows: list[int],
-    plan: Plan,
-    optimizer: torch.optim.Optimizer,
-    parameters: list[nn.Parameter],
-    lr: float,
-    step: int,
-    workers: Workers,
-    passes: int,
-) -> dict[str, Tensor]:
-    """One optimiser step over the global batch `rows`; returns what to log, still on the device."""
-    optimizer.zero_grad(set_to_none=True)
-    tokens = sum(len(train.prompts[row]) for row in rows)
-    pieces = workers.share(rows, plan.micro_batch)
-    values: dict[str, Tensor] = {}
-    for first, mine in pieces:
-        batch = collate(train, mine, workers.device)
-        try:
-            loss, found = micro_loss(
-                model, batch, step=step, first_row=first, rows=len(rows), tokens=tokens, passes=passes
-            )
-            workers.scaled(loss).backward()
-        except torch.OutOfMemoryError:
-            size = f"{len(mine)} questions of {max(len(train.prompts[row]) for row in mine)} tokens"
-            raise RunError(
-                f"out of memory on {size}: take a smaller --micro-batch, in stage 1 also --recompute"
-            ) from None
-        for name, value in found.items():
-            value = value if name in SHARES else value / len(pieces)
-            values[name] = values[name] + value if name in values else value
-    workers.sum_gradients(parameters)
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    values["grad_square_P"] = _apply(optimizer, parameters, plan.max_grad_norm, workers)
-    return values
-
-
-@torch.no_grad()
-def _apply(
-    optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], max_norm: float, workers: Workers
-) -> Tensor:
-    """Clip and update, unless the gradient is not finite; returns each parameter's squared gradient norm, [P]."""
-    given = [p for p in parameters if p.grad is not None]
-    grads = [local(p.grad) for p in given]  # type: ignore[arg-type]
-    square = torch.stack(torch._foreach_norm(grads)).float().square()
-    if workers.sharded:
-        workers.sum_(square)
-    norm = square.sum().sqrt()
-    torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0))
-    bad = ~torch.isfinite(norm)
-    if not workers.sharded:
-        optimizer.found_inf = bad.float()  # type: ignore[attr-defined]
-        optimizer.step()
-        torch.autograd.graph.increment_version(given)  # a fused update does not, and what is derived may be cached
-    elif not bool(bad):  # fused updates do not take sharded tensors, so here the host has to ask
-        optimizer.step()
-    if len(given) == len(parameters):
-        return square
-    place = torch.tensor([i for i, p in enumerate(parameters) if p.grad is not None], device=square.device)
-    return square.new_zeros(len(parameters)).index_copy_(0, place, square)
-
-
-def _by_group(square_P: Tensor, group_P: Tensor, groups: int) -> Tensor:
-    return square_P.new_zeros(groups).index_add_(0, group_P, square_P)
-
-
-def _groups(names: list[str]) -> list[str]:
-    """The layer a parameter belongs to, by the first number in its path."""
-    found = [re.search(r"\.(\d+)\.", name) for name in names]
-    return [f"layer {m.group(1)}" if m else name for m, name in zip(found, names, strict=True)]
-
-
-def _bar(name: str, total: int, done: int, running: Running) -> Callable[[int], None]:
-    """A progress bar on the main process's standard error, where it is a terminal."""
-    if not (running.progress and running.workers.main):
-        return lambda step: None
-    from tqdm import tqdm  # type: ignore[import-untyped]  # transformers brings it
-
-    bar = tqdm(desc=name, total=total, initial=done, unit="step", disable=None)
-
-    def at(step: int) -> None:
-        bar.update(step - bar.n)
-        if step >= total:
-            bar.close()
-
-    return at
-
-
-def _telemetry(model: nn.Module, folder: Path, stage: int, groups: list[str], running: Running) -> Telemetry:
+def _telemetry(model: nn.Module, stage: Stage, groups: list[str], running: Running) -> Telemetry:
     attachment, routers = attachment_of(model), routers_of(model)
     config: Any = attachment.config if attachment else None
     return Telemetry(
-        folder,
-        stage,
+        stage.folder,
+        stage.number,
         running.workers,
         layers=attachment.layers if attachment else [],
         groups=groups,

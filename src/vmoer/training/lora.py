@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import nn
 
 from vmoer import gates
@@ -40,7 +41,6 @@ def lora_targets(model: nn.Module) -> tuple[list[str], list[str]]:
 
 def add_lora(model: Any, *, rank: int = 16, alpha: int | None = None, seed: int = 0) -> Any:
     """Wrap the model; adapters start at zero and are float32 whatever the model's dtype."""
-    import torch
     from peft import LoraConfig, get_peft_model
 
     modules, parameters = lora_targets(model)
@@ -78,8 +78,6 @@ def folded_quickly(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def _fold(self: Any, active_adapters: list[str]) -> Iterator[None]:
     """W + delta where the layer looks for W; what PEFT's own `_activate_lora` puts there, by its own arithmetic."""
-    import torch
-
     layer, name = self.get_base_layer(), self.parameter_name
     adapters = [adapter for adapter in active_adapters if adapter in self.lora_A]
     parameter = layer._parameters[name]

@@ -21,10 +21,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from vmoer.attach import attachment_of, record, sampled
-from vmoer.averaging import keeps_logits
-from vmoer.recording import Record
-from vmoer.training.data import Batch, Examples, by_length, collate
+from vmoer.live.attach import attachment_of, record, sampled
+from vmoer.live.inputs import keeps_logits
+from vmoer.live.recording import Record
+from vmoer.tasks.batches import by_length
+from vmoer.training.data import Batch, Examples, collate
 from vmoer.training.workers import Workers
 
 Objective = Literal["elbo", "predictive"]

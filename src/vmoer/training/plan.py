@@ -1,6 +1,7 @@
 """How a stage is optimised, and how it runs."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from vmoer.errors import InputError
@@ -9,10 +10,13 @@ from vmoer.training.workers import Workers
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How a stage is optimised. `batch_size` is the effective one, over accumulation steps and processes.
+    """How a stage is optimised.
 
-    `micro_batch` is the number of rows in one forward pass (all of a process's by default); `patience` the epochs without a
-    better validation NLL after which to stop (None: never).
+    Args:
+        warmup: the share of steps in which the learning rate rises.
+        batch_size: rows of a step, over accumulation steps and processes.
+        micro_batch: rows of one forward pass; by default all that a process has of the step.
+        patience: stop after so many epochs without a better validation NLL; None never stops early.
     """
 
     epochs: int
@@ -31,13 +35,19 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Running:
-    """What does not change the result: which processes, how often the state is kept and the log read, in steps.
+    """How a stage runs, without changing its result.
 
-    With `checkpoint_seconds` the state is kept at most that often, and not at the end: a short run is over before it would be
-    worth writing several times what is trained to a disk, and a killed one does at most those seconds again.
-    `skip_nonfinite` counts steps whose gradient is not finite and passes over them, in place of stopping at the first.
-    `recompute` runs the layers of stage 1 again in the backward pass (gradient checkpointing): one more forward pass, and the
-    experts' adapted weights are not all kept at once, which for a model of 16B parameters are 30 GB.
+    Args:
+        workers: the processes that train together.
+        checkpoint_every: steps after which the state is written.
+        checkpoint_seconds: the state is written at most this often. A short run then writes nothing before its end, and a killed
+            one repeats at most these seconds.
+        log_every: steps after which the log is read back from the device and written.
+        skip_nonfinite: pass over steps whose gradient is not finite and count them, in place of stopping at the first.
+        recompute: run the layers of stage 1 again in the backward pass (gradient checkpointing). That is one more forward pass,
+            and saves the experts' adapted weights, 30 GB for a model of 16B parameters.
+        tensorboard: write the log for TensorBoard too, where it is installed.
+        progress: called after a step with the stage, the step, and how many there are.
     """
 
     workers: Workers = field(default_factory=Workers)
@@ -47,11 +57,11 @@ class Running:
     skip_nonfinite: bool = False
     recompute: bool = False
     tensorboard: bool = False
-    progress: bool = False
+    progress: Callable[[str, int, int], object] | None = None
 
 
 def learning_rate(plan: Plan, step: int, total: int, hold: bool = False) -> float:
-    """Linear warm-up, then half a cosine to zero; with `hold` constant from the middle on, where SWAG collects."""
+    """Linear warm-up, then half a cosine to zero; with `hold` constant from the middle on, where snapshots are taken."""
     warm = math.ceil(plan.warmup * total)
     if step < warm:
         return plan.lr * (step + 1) / warm

@@ -1,35 +1,31 @@
-"""Settings that go together: the paper's protocol as printed, and what worked in our own studies."""
+"""Settings that go together: the paper's protocol (docs/paper.md says where it deviates), and our own defaults."""
 
 import dataclasses
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass
 from typing import Any
 
-from vmoer.errors import InputError
+from vmoer.errors import InputError, unknown
+from vmoer.gates import find
+from vmoer.live.brittleness import parse_layers
+from vmoer.models import skeleton
 from vmoer.routers import Config, method
 from vmoer.training.plan import Plan
 
 STAGE1 = Plan(epochs=3)
 STAGE2 = Plan(epochs=10, patience=3)
-GRIDS: dict[str, tuple[float, ...]] = {
-    "beta": (0.0001, 0.001, 0.01, 0.1),
-    "temperature": (0.01, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0),
-    "prior_scale": (0.05, 0.1, 0.2, 0.4, 0.8, 1.6),
-}
-"""What `search` tries."""
+LAYERS = 32  # of the model that the paper's ten are taken from
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """`layers` as the command line writes them; `options` are methods' own settings, taken where a method has them."""
+    """`layers` as the command line writes them. What the preset changes in a method stands in the method (`Config.presets`)."""
 
     name: str
     layers: str
     stage2_data: str
     stage2: Plan = STAGE2
     paper_splits: bool = False
-    beta: Mapping[str, float] = field(default_factory=dict)
-    options: Mapping[str, Any] = field(default_factory=dict)
 
     def config(self, key: str, **changes: Any) -> Config:
         """The method's configuration under this preset; `changes` win."""
@@ -38,36 +34,13 @@ class Preset:
         unknown = sorted(set(changes) - known)
         if unknown:
             raise InputError(f"{key} has no setting {unknown[0]!r}; it has {', '.join(sorted(known))}")
-        given = {name: value for name, value in self.options.items() if name in known}
-        if key in self.beta:
-            given["beta"] = self.beta[key]
-        return kind(**(given | changes))
+        return kind(**{**kind.presets.get(self.name, {}), **changes})
 
 
-_VGLR = ("vglr-mf", "vglr-fc", "vglr-lr")
-
-PAPER = Preset(
-    name="paper",
-    layers="susceptible:10",
-    stage2_data="train",
-    paper_splits=True,
-    # chosen per data set there, from {0.01, 0.1} and {0.05, 0.1}, without saying which: the smaller, and `search` for the rest
-    beta={**dict.fromkeys(_VGLR, 0.01), "vtsr": 0.05},
-    options={"samples": 35, "sampling": "mc", "prior_scale": 1.0, "regulariser": "neg_log_t"},
-)
-# prior_scale: on the embedded model's validation questions, averaged over whole passes, 0.5 kept accuracy where 1 lost it;
-# prior_mean, weights: sampling at T = 1 cost ten points of accuracy there, at 0.15 with the model's own weights none, and the
-# straight-through gradient, which sees the chosen experts only, does not bring T down (benchmarks/demo_temperature.py);
-# questions that the MAP model has not memorised, a small KL weight, every layer; heads that start at zero have a few hundred
-# steps on a fifth of the data, in which a learning rate of 1e-4 moves them too little
-DEFAULT = Preset(
-    name="default",
-    layers="all",
-    stage2_data="held-out:0.2",
-    stage2=dataclasses.replace(STAGE2, lr=1e-3),
-    beta=dict.fromkeys(_VGLR, 0.001),
-    options={"prior_scale": 0.5, "prior_mean": 0.15, "weights": "own"},
-)
+PAPER = Preset(name="paper", layers="susceptible:10", stage2_data="train", paper_splits=True)
+# Stage 2 learns from questions that the MAP model has not memorised. Heads that start at zero have a few hundred steps on a
+# fifth of the data, in which a learning rate of 1e-4 moves them too little.
+DEFAULT = Preset(name="default", layers="all", stage2_data="held-out:0.2", stage2=dataclasses.replace(STAGE2, lr=1e-3))
 PRESETS = {preset.name: preset for preset in (PAPER, DEFAULT)}
 
 
@@ -75,5 +48,18 @@ def preset_named(preset: Preset | str) -> Preset:
     if isinstance(preset, Preset):
         return preset
     if preset not in PRESETS:
-        raise InputError(f"preset {preset!r}: choose one of {', '.join(PRESETS)}")
+        raise unknown("preset", preset, PRESETS)
     return PRESETS[preset]
+
+
+def preset_layers(preset: Preset, model: str) -> tuple[str, str]:
+    """The preset's layers on a model, and a note where they are fewer than it says, else nothing.
+
+    A model with fewer MoE layers than the paper's ten gives the same share, ten in thirty-two.
+    """
+    strategy, n = parse_layers(preset.layers)
+    if strategy == "all" or (available := len(find(skeleton(model)))) >= n or not available:
+        return preset.layers, ""  # one without any is refused where routers are attached
+    share = math.ceil(available * n / LAYERS)
+    note = f"the paper takes {n} layers of {LAYERS}, and {model} has {available} with experts: taking {share}"
+    return f"{strategy}:{share}", note

@@ -11,19 +11,17 @@ from typing import Any
 from torch import nn
 
 from vmoer import metrics
-from vmoer.attach import attach, detach, routers_of
 from vmoer.errors import InputError
-from vmoer.routers import SWAG, Config
+from vmoer.live.attach import attach, detach, routers_of
+from vmoer.routers import Config
 from vmoer.training import checkpoint
 from vmoer.training.data import Examples
-from vmoer.training.loop import Outcome, optimise
+from vmoer.training.loop import Stage, StageOutcome, optimise
 from vmoer.training.lora import add_lora, folded_quickly
 from vmoer.training.objective import Objective, evaluate
 from vmoer.training.plan import Plan, Running
-from vmoer.training.presets import GRIDS, STAGE1, STAGE2
+from vmoer.training.presets import STAGE1, STAGE2
 from vmoer.training.workers import Workers
-
-SNAPSHOTS = 20  # SWAG takes at least so many, over the second half
 
 
 def stage1(
@@ -38,7 +36,7 @@ def stage1(
     seed: int = 0,
     settings: dict[str, Any] | None = None,
     running: Running | None = None,
-) -> tuple[Any, Outcome]:
+) -> tuple[Any, StageOutcome]:
     """Fine-tune by LoRA; returns the PEFT model in its last state, and both states.
 
     With `noise` the method's routers are on, at their prior and not trained: the adapter learns under their noise.
@@ -54,18 +52,9 @@ def stage1(
     if running.recompute:
         tuned.gradient_checkpointing_enable({"use_reentrant": False})
     with folded_quickly(tuned):
-        outcome = optimise(
-            tuned,
-            train,
-            valid,
-            plan,
-            stage=1,
-            folder=Path(folder),
-            settings={"plan": dataclasses.asdict(plan), "rank": rank, "seed": seed, **(settings or {})},
-            running=running,
-            seed=seed,
-            training_mode=True,
-        )
+        here = {"plan": dataclasses.asdict(plan), "rank": rank, "seed": seed, **(settings or {})}
+        stage = Stage(number=1, folder=Path(folder), settings=here, seed=seed, dropout=True)
+        outcome = optimise(tuned, train, valid, plan, stage, running)
     if running.recompute:
         tuned.gradient_checkpointing_disable()
     if noise is not None:
@@ -86,46 +75,32 @@ def stage2(
     seed: int = 0,
     settings: dict[str, Any] | None = None,
     running: Running | None = None,
-) -> Outcome | None:
+) -> StageOutcome | None:
     """Attach the method, train its routers alone, and leave the model with the best state; None if nothing is to train.
 
     `passes` are those of the predictive objective. Validation averages as the objective does: inside the router for the
-    ELBO, over that many whole passes for the predictive one. SWAG keeps its last state, with the snapshots of its path.
+    ELBO, over that many whole passes for the predictive one. A method with snapshots keeps its last state.
     """
     running = running or Running(workers=Workers.launched())
     attach(model, config)
     if not any(p.requires_grad for p in model.parameters()):
         return None
-    snapshots = max(SNAPSHOTS, config.rank) if isinstance(config, SWAG) else 0
-    if snapshots and running.workers.sharded:
-        raise InputError("swag keeps its snapshots whole: it does not train under FSDP2")
+    if config.snapshots and running.workers.sharded:
+        raise InputError(f"{config.key} keeps its snapshots whole: it does not train under FSDP2")
     passes = passes if objective == "predictive" else 1
     here = {"method": config.to_dict(), "plan": dataclasses.asdict(plan), "objective": objective, "passes": passes}
-    outcome = optimise(
-        running.workers.prepare(model),
-        train,
-        valid,
-        plan,
-        stage=2,
+    stage = Stage(
+        number=2,
         folder=Path(folder),
         settings={**here, "seed": seed, **(settings or {})},
-        running=running,
         seed=seed,
         passes=passes,
-        snapshots=snapshots,
+        snapshots=config.snapshots,
     )
+    outcome = optimise(running.workers.prepare(model), train, valid, plan, stage, running)
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    checkpoint.restore(outcome.last if snapshots else outcome.best, trainable, model)
+    checkpoint.restore(outcome.last if config.snapshots else outcome.best, trainable, model)
     return outcome
-
-
-def searched(config: Config) -> str | None:
-    """The setting that validation chooses: beta, Temp-Scale's temperature, or the size of noise that nothing trains."""
-    if getattr(config, "learn", None) == "nothing":
-        return "prior_scale"
-    if config.router.needs_fit:  # in closed form: its KL is never weighed
-        return None
-    return next((name for name in GRIDS if hasattr(config, name)), None)
 
 
 def search(
@@ -135,21 +110,21 @@ def search(
 
     Returns the best configuration, its folder (where `stage2` finds it finished), and every validation NLL.
     """
-    name = searched(config)
-    if name is None:
+    if config.search is None:
         raise InputError(f"{config.key} has no beta or temperature to search")
+    name, values, _, passes = config.search
     if running.workers.sharded:
         raise InputError("search attaches again and again, which a sharded model refuses: search on whole copies")
     running = dataclasses.replace(running, checkpoint_seconds=0.0)  # the finished state is what is taken up again
     found: dict[float, float] = {}
-    for value in GRIDS[name]:
+    for value in values:
         candidate = with_value(config, name, value)
         place = Path(folder) / f"{name}={value}"
         outcome = stage2(model, train, valid, candidate, folder=place, running=running, **stage)
         if outcome:
             found[value] = outcome.state.best_nll
-        elif name == "prior_scale":
-            found[value] = averaged_nll(model, valid, running.workers)
+        elif passes > 1:
+            found[value] = averaged_nll(model, valid, running.workers, passes)
         else:
             found[value] = validation_nll(model, valid, running.workers)
         detach(model)
@@ -162,12 +137,13 @@ def with_value(config: Config, name: str, value: Any) -> Config:
     return dataclasses.replace(config, **{name: value})
 
 
-def averaged_nll(model: nn.Module, valid: Examples, workers: Workers, passes: int = 8) -> float:
-    """Averaged over whole passes, and with an output temperature: noise is not to be chosen for what one number does."""
+def averaged_nll(model: nn.Module, valid: Examples, workers: Workers, passes: int) -> float:
+    """NLL of answers averaged over whole passes, with an output temperature: else noise would be chosen for doing what a single
+    temperature does as well."""
     log_probs = evaluate(model, valid, workers, passes=passes).numpy()
     return metrics.nll(metrics.cross_tempered(log_probs, valid.answers), valid.answers)
 
 
 def validation_nll(model: nn.Module, valid: Examples, workers: Workers, seed: int = 0) -> float:
-    """Averaged inside the router."""
+    """NLL of answers averaged inside the router."""
     return metrics.nll(evaluate(model, valid, workers, seed=seed).numpy(), valid.answers)

@@ -1,8 +1,8 @@
-"""What each step said of itself, in RUN/telemetry.jsonl (and TensorBoard), and the warnings drawn from it.
+"""The log of a run: a line for each step in RUN/telemetry.jsonl (and in TensorBoard), and warnings.
 
-A step only leaves small tensors on the device. They are read back every `every` steps, written one line a step, and looked
-through: a gradient that is not finite stops the run (or is counted, where the plan says to skip such steps), routing that
-diverges or collapses is said once, with a remedy.
+A step leaves small tensors on the device. Every `every` steps they are read back, written and checked. A gradient that is not
+finite stops the run, or is counted where such steps are to be skipped. Routing that diverges or collapses gives one warning,
+which names a remedy.
 """
 
 import importlib.util
@@ -69,13 +69,13 @@ class Telemetry:
         if not self.workers.main or not self.path.exists():
             return
         kept = []
-        for line in self.path.read_text().splitlines():
+        for line in self.path.read_text(errors="replace").splitlines():
             try:
                 row = json.loads(line)
-            except ValueError:
+                if row["stage"] < self.stage or (row["stage"] == self.stage and row["step"] <= step):
+                    kept.append(line + "\n")
+            except (ValueError, TypeError, KeyError, RecursionError):
                 continue
-            if row["stage"] < self.stage or (row["stage"] == self.stage and row["step"] <= step):
-                kept.append(line + "\n")
         write_text(self.path, "".join(kept))
 
     # -- a step --------------------------------------------------------------------------------------------------------

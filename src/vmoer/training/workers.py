@@ -12,7 +12,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate import PartialState
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
 
 from vmoer import gates
 from vmoer.errors import InputError
@@ -36,11 +40,8 @@ class Workers:
     @classmethod
     def launched(cls) -> "Workers":
         """Those that accelerate launched; one process without it. `accelerate launch --use_fsdp --fsdp_version 2` shards."""
-        from accelerate import PartialState
-
-        state = PartialState(
-            cpu=not torch.accelerator.is_available()
-        )  # else several CPU processes each take themselves for one
+        # without cpu= several CPU processes each take themselves for one
+        state = PartialState(cpu=not torch.accelerator.is_available())
         if sharding_asked() and os.environ.get("FSDP_VERSION", "2") != "2":
             raise InputError(NO_FSDP1)
         sharded = sharding_asked() and state.num_processes > 1
@@ -72,9 +73,6 @@ class Workers:
         """Shard the model where sharding is asked for: layer by layer, then the rest. Routers are attached by now."""
         if not self.sharded:
             return model
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-
         mesh = init_device_mesh(self.device.type, (self.size,))
         decoder: Any = gates.find(model)[0].decoder
         for layer in decoder.layers:
@@ -110,10 +108,10 @@ def whole(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def assign(target: Tensor, value: Tensor) -> None:
-    """Write a whole tensor into one that may be sharded."""
+    """Write a whole tensor into one that may be sharded; never into one of another shape, which torch would fill by repeating."""
+    if value.shape != target.shape:
+        raise InputError(f"a tensor of shape {tuple(value.shape)} does not fit {tuple(target.shape)}")
     value = value.to(device=local(target).device, dtype=target.dtype)
     if hasattr(target, "device_mesh"):
-        from torch.distributed.tensor import distribute_tensor
-
         value = distribute_tensor(value, target.device_mesh, target.placements)  # type: ignore[attr-defined]
     target.detach().copy_(value)

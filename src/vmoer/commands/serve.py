@@ -1,0 +1,30 @@
+"""`vmoer serve MODEL --router RUN [vLLM's own options]`: an OpenAI-compatible server with an uncertainty for every token."""
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from vmoer.commands._shared import quiet
+from vmoer.serving import launch
+
+SETTINGS: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True}
+"""Options that are not ours go through to vLLM."""
+
+
+def serve(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="The base model: a hub id or a folder, as vLLM takes it.")],
+    router: Annotated[str, typer.Option(help="A run of vmoer train, saved routers, or a repository of them.")],
+    threshold: Annotated[
+        Path | None, typer.Option(help="A threshold file of vmoer threshold: answers then say whether to abstain.")
+    ] = None,
+) -> None:
+    """Serve a model on vLLM with the routers of a run; every other option is vLLM's own (vllm serve --help).
+
+    Clients ask by extra_body={"uncertainty": true}. /vmoer is a page to try it, /metrics has histograms of the signals.
+    """
+    quiet()
+    command = launch.prepare(model, router, threshold, context.args)
+    os.execve(command.arguments[0], command.arguments, command.environment)

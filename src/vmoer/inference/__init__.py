@@ -1,0 +1,1 @@
+"""Answers of an attached model: averaged over routing, or generated as text."""

@@ -1,0 +1,103 @@
+"""Routing as one operator, for engines that run models of their own.
+
+    averaged_TN, signals_TG = torch.ops.vmoer.route(u_TD, logits_TN, name)
+
+States and the model's own logits go in; out come the logits to route by in their place, and what is known about each token. An
+engine gives each layer's router a name by `host`, calls the operator behind its gate, and goes on with its own Top-K and
+kernels. The operator is opaque to torch.compile, is told its shapes by a fake implementation, and waits for no device.
+
+Only routers that choose and weigh by the same logits fit, and only those whose answer depends on the token alone: `unfit` says
+why a configuration does not.
+
+Shapes: T tokens, N experts, D model, G signals.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vmoer.errors import InputError
+from vmoer.gates import Gate
+from vmoer.gates.rules import Rule, Score, Scoring
+from vmoer.live.recording import Inputs, token_signals
+from vmoer.numerics import kernels
+from vmoer.routers import Call, Config, Router, Routing
+
+
+class Hosted(NamedTuple):
+    """A router that the operator knows by name."""
+
+    router: Router
+    weight_ND: Tensor | None
+    signals: tuple[str, ...]
+    """The columns of the operator's second answer."""
+
+
+_HOSTED: dict[str, Hosted] = {}
+
+
+def unfit(config: Config) -> str | None:
+    """Why an engine cannot route by this configuration through one set of logits; None where it can."""
+    if config.key in ("vtsr", "temp-scale"):
+        return f"{config.key} chooses experts by sampled logits and weighs them by others, and an engine takes one set of logits"
+    if getattr(config, "sampling", "fixed") == "mc":
+        return 'sampling="mc" draws fresh noise on every call, so that ranks and cached tokens would not agree'
+    return None
+
+
+def logits_gate(score: Score, experts: int, k: int, hidden_size: int) -> Gate:
+    """The gate of an engine that takes logits alone and keeps its own Top-K."""
+    rule = Rule(returns="dense")  # nothing but logits is handed on, so no kernel need choose experts
+    scoring = Scoring(rule=rule, score=score, k=k, normalise=False, eps=0.0, scale=1.0, groups=None)
+    return Gate(scoring, experts, hidden_size, {}, ())
+
+
+def host(name: str, router: Router, weight_ND: Tensor | None, dtype: torch.dtype) -> Hosted:
+    """Make a router known to the operator, after one try on states of this dtype.
+
+    Args:
+        weight_ND: W_r, for methods that need it.
+    """
+    router.requires_grad_(False).eval()
+    device = router.novelty_root_RD.device
+    u_TD = torch.randn(4, router.gate.hidden_size, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    logits_TN = torch.zeros(4, router.gate.num_experts, device=device, dtype=dtype)
+    with torch.no_grad():
+        averaged_TN, signals = _answer(router, weight_ND, u_TD, logits_TN)
+    if not all(bool(x.isfinite().all()) for x in (averaged_TN, *signals.values())):
+        raise InputError(f"the routing of layer {router.layer} is not finite with these weights")
+    _HOSTED[name] = hosted = Hosted(router, weight_ND, tuple(signals))
+    return hosted
+
+
+def forget() -> None:
+    """Let go of every router."""
+    _HOSTED.clear()
+
+
+@torch.library.custom_op("vmoer::route", mutates_args=())
+def route(u_TD: Tensor, logits_TN: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    """The logits to route by, [T, N] in their own dtype, and the signals, [T, G] in float32."""
+    hosted = _HOSTED[name]
+    with torch.no_grad():
+        averaged_TN, signals = _answer(hosted.router, hosted.weight_ND, u_TD, logits_TN)
+        return averaged_TN.to(logits_TN.dtype), torch.stack([signals[n].float() for n in hosted.signals], -1)
+
+
+@route.register_fake
+def _(u_TD: Tensor, logits_TN: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    signals_TG = u_TD.new_empty((u_TD.shape[0], len(_HOSTED[name].signals)), dtype=torch.float32)
+    return torch.empty_like(logits_TN, memory_format=torch.contiguous_format), signals_TG
+
+
+def _answer(
+    router: Router, weight_ND: Tensor | None, u_TD: Tensor, logits_TN: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    wide_TN = logits_TN if router.reads_narrow and kernels.available(logits_TN) else logits_TN.float()
+    row_T = torch.arange(len(u_TD), device=u_TD.device)  # fixed points do not depend on it
+    routing = router(u_TD, wide_TN, Call(router.layer, row_T, row_T), weight_ND)
+    if routing is None:  # the model's own routing; a copy, since an operator's answer is never its input
+        return logits_TN.clone(), token_signals(Inputs(router, u_TD, wide_TN), None, "all")
+    assert isinstance(routing, Routing)
+    return routing.select_TN, token_signals(Inputs(router, u_TD, routing.weight_TN), routing.posterior, "all")

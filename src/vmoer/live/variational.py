@@ -1,0 +1,111 @@
+"""The class that a router instance takes on while a method is attached.
+
+A subclass of the router's own class, made on the fly, so that state-dict keys, isinstance checks, output capture and FSDP keep
+working. It runs the model's own forward, hands its logits to the method, and puts the method's answer into the same return
+value; at inference it leaves the model's own Top-K out where the logits are plainly W_r u.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vmoer import gates
+from vmoer.errors import InputError, RunError
+from vmoer.gates import Gate
+from vmoer.live.context import Asked, Attachment, Pass
+from vmoer.numerics import kernels
+from vmoer.routers import Call, Routing
+
+
+class VariationalGate(nn.Module):
+    """Mixed into a router's class: runs the model's own forward, then ours."""
+
+    vmoer: Any
+    vmoer_gate: Gate
+    vmoer_attachment: Attachment
+    vmoer_layer: int
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        attachment = self.vmoer_attachment
+        current = attachment.now
+        if current is None or not current.parts or not current.asked.enabled:
+            return self._routed(hidden_states, *args, **kwargs)
+        outs = []
+        for part, states in zip(current.parts, current.split(hidden_states), strict=True):
+            with attachment.within(part):
+                outs.append(self._routed(states, *args, **kwargs))
+        return tuple(current.join(tensors) for tensors in zip(*outs, strict=True))
+
+    def _routed(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        gate, method = self.vmoer_gate, self.vmoer
+        current = self.vmoer_attachment.current(hidden_states.reshape(-1, gate.hidden_size))
+        asked = current.asked
+        if asked.check is not None:
+            asked.check.fired = True
+        out = None
+        if self._replaces(hidden_states, asked):
+            u_TD = hidden_states
+            logits_TN = F.linear(u_TD, gates.router_weight(self, gate))  # type: ignore[arg-type]
+            if not (method.reads_narrow and kernels.available(logits_TN)):
+                logits_TN = logits_TN.float()
+        else:
+            out = super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
+            if not asked.enabled:
+                return out
+            u_TD = hidden_states.reshape(-1, gate.hidden_size)
+            logits_TN = gate.logits(out)
+        if asked.collector is not None:
+            asked.collector(self.vmoer_layer, u_TD, logits_TN)
+            if method.needs_fit:  # it cannot route yet; what it takes its covariance from is the model's own routing
+                return out
+        if method.needs_fit and not method.fitted and asked.check is None:
+            raise RunError(f"{method.config.key} has seen no data yet: call vmoer.fit(model, batches) first")
+        routing = method(u_TD, logits_TN, self._call(current), gates.router_weight(self, gate))
+        if routing is None:
+            assert out is not None
+            routing, chosen_TK = Routing(logits_TN, logits_TN), gate.experts(out)
+        else:
+            bias_N = gate.bias(self, args, kwargs)
+            out, chosen_TK = gate.route(
+                self, out, routing.select_TN, routing.weight_TN, bias_N, routing.relaxed_TN, routing.given
+            )
+        current.hand_over(self.vmoer_layer, method, u_TD, routing, chosen_TK)
+        return out
+
+    def _replaces(self, hidden_states: Tensor, asked: Asked) -> bool:
+        """Whether the model's own choice of experts need not be made: at inference, where its logits are W_r u and no more."""
+        if self.training or torch.is_grad_enabled() or hidden_states.dim() != 2 or self.vmoer_gate.types is None:
+            return False
+        return asked.enabled and asked.collector is None and bool(self.vmoer.replaces)
+
+    def _call(self, current: Pass) -> Call:
+        asked = current.asked
+        training = (self.training and torch.is_grad_enabled()) or asked.step is not None
+        if self.training and training and asked.step is None and asked.check is None:
+            raise InputError(
+                "a forward pass in training mode needs `with vmoer.record(model, step=step)`: noise is a function of the step"
+            )
+        about = current.positions_T, current.rows_T, asked.step, current.passes_T
+        return Call(self.vmoer_layer, *about, self.vmoer_attachment.layers, current.drawn)
+
+    def __reduce__(self) -> Any:
+        return _rebuild, (type(self).__mro__[2],), self.__dict__
+
+
+_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def variational(base: type[nn.Module]) -> type[nn.Module]:
+    """The subclass of a router class, made once. It keeps the name, which output capture and reports go by."""
+    if base in _CLASSES:
+        return _CLASSES[base]
+    names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+    _CLASSES[base] = type(base.__name__, (VariationalGate, base), names)
+    return _CLASSES[base]
+
+
+def _rebuild(base: type[nn.Module]) -> nn.Module:
+    cls = variational(base)
+    return cls.__new__(cls)

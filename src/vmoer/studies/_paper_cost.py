@@ -1,0 +1,120 @@
+"""What the paper's tables cost on the GPUs that its readers have: hours and GB, without opening a model.
+
+Seconds are those of an H200, measured on models of the true shape with random weights (results/rehearsal, results/train_step):
+stage 1 and answers from two steps and 64 questions, warm-up included, so rather too long. An A100 was not measured. Where a step
+is bound by launching kernels, as at a batch of 16, it takes as long; where it is bound by arithmetic, up to 3.2 times as long,
+the ratio of both cards' dense bfloat16 peaks (989 and 312 TFLOPS).
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from vmoer.report.rows import paper_models
+from vmoer.studies import brittleness, paper, stability
+from vmoer.studies._ablation import QUESTIONS as ABLATION_PROMPTS
+from vmoer.studies._grid import Cell
+from vmoer.studies._variants import Study, config_of, moe_layers
+from vmoer.studies.temperature_sweep import TEMPERATURES
+from vmoer.training.presets import PAPER, STAGE1
+
+A100 = 3.2
+TRAIN = {"arc_challenge": 2000}
+"""Questions that the paper trains on, 5000 where nothing else stands here; 50 for validation and 500 for test."""
+SHIFTED = 2376 + 500 + 500 + 1534
+"""Test questions of the four shifts: all of ARC-Easy and MMLU-Law, for which the paper prints no number."""
+
+
+class Cost(NamedTuple):
+    """Seconds on an H200 of a step of 16 questions in either stage and of one question answered; the peak in GB."""
+
+    stage1: float
+    stage2: float
+    answer: float
+    gb: float
+
+
+COSTS = {
+    "granite": Cost(4.19, 0.192, 0.0219, 23.4),
+    "qwen": Cost(1.75, 0.285, 0.0113, 66.5),
+    "deepseek": Cost(5.03, 0.465, 0.0142, 78.9),
+}
+
+
+class Work(NamedTuple):
+    stage1: float = 0
+    stage2: float = 0
+    answers: float = 0
+
+    def plus(self, other: "Work") -> "Work":
+        return Work(*(a + b for a, b in zip(self, other, strict=True)))
+
+    def hours(self, cost: Cost) -> float:
+        return (self.stage1 * cost.stage1 + self.stage2 * cost.stage2 + self.answers * cost.answer) / 3600
+
+
+def short_name(model: str) -> str | None:
+    return next((short for short, hub in paper_models().items() if hub == model), None)
+
+
+def work(cell: Cell, layers: int) -> Work:
+    """Steps of stage 2, and questions put through the model, of one cell. Stage 1 is counted apart, being shared."""
+    if cell.study == "efficiency":
+        return Work()
+    size = TRAIN.get(cell.key["task"], 5000)
+    if cell.study == "temperature-sweep":
+        return Work(answers=500 * (1 if cell.key["layer"] == "all" else len(TEMPERATURES)))
+    if cell.study == "brittleness":
+        return Work(answers=brittleness.QUESTIONS * (1 + 7 * layers))
+    label = cell.key["method"]
+    epochs = PAPER.stage2.epochs
+    trained = Work(stage2=epochs * size / 16, answers=epochs * 50) if config_of(label).trains else Work()
+    if cell.study == "stability":  # trained for Table 1; fixed points, fresh noise and map, each at ten layers
+        return trained.plus(Work(answers=3 * stability.QUESTIONS * (1 + 5 * 10)))
+    if cell.study == "calibration":
+        searched = config_of(label).search
+        tried = 50 * len(searched.values) if searched and searched.always else 0
+        return trained.plus(Work(answers=500 + tried + SHIFTED * bool(cell.key["ood"])))
+    return trained.plus(Work(answers=500 + 1534 + 2 * ABLATION_PROMPTS * 11))
+
+
+def total(cells: Sequence[Cell], study: Study) -> Work:
+    """Each run once: Table 3 and the susceptible layers of the ablation take those of Table 1."""
+    layers, found, seen = moe_layers(study.model), Work(), set[tuple[object, ...]]()
+    for cell in cells:
+        one, task, seed = work(cell, layers), cell.key.get("task"), cell.key.get("seed")
+        label = cell.key.get("method")
+        placed = str(cell.key.get("layers", "susceptible:10")).removeprefix("susceptible:")
+        run = (task, seed, label, placed)
+        if one.stage2 and run in seen:
+            one = one._replace(stage2=0)
+        first = cell.study not in ("efficiency", "temperature-sweep") and (task, seed) not in seen
+        if first:
+            steps = STAGE1.epochs * TRAIN.get(str(task), 5000) / 16
+            one = one._replace(stage1=steps)
+        found, seen = found.plus(one), seen | {run, (task, seed)}
+    return found
+
+
+def summary(study: Study) -> tuple[list[tuple[str, ...]], str]:
+    """A line for each table, and what is said below them."""
+    parts = paper.parts(study)
+    short = short_name(study.model)
+    cost = COSTS.get(short or "")
+    lines = [_line(table, cells, study, cost) for table, cells in parts.items()]
+    if len(parts) > 1:
+        lines.append(_line("all, what they share counted once", paper.cells(study), study, cost))
+    if cost is None:
+        return lines, f"{study.model} was not measured on a GPU: there are no hours of it"
+    search = " --search is not in it: it trains every value that it tries." if study.search else ""
+    return lines, (
+        "Hours on an H200 by results/rehearsal and results/train_step, which is rough and rather too long; on an A100, which was "
+        f"not measured, up to {A100:g} times as long. Early stopping is not counted on. GB are the peak of stage 1.{search}"
+    )
+
+
+def _line(table: str, cells: Sequence[Cell], study: Study, cost: Cost | None) -> tuple[str, ...]:
+    done = sum(cell.done(study.out) for cell in cells)
+    if cost is None or table == "4":
+        return table, str(len(cells)), str(done), *(("-",) * 3 if cost is None else ("0", "0", "-"))
+    hours = total([cell for cell in cells if not cell.done(study.out)], study).hours(cost)
+    return table, str(len(cells)), str(done), f"{hours:.1f}", f"{hours:.1f} to {A100 * hours:.1f}", f"{cost.gb:.0f}"

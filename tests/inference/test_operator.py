@@ -1,0 +1,137 @@
+"""The operator that engines call. Oracles: `torch.library.opcheck`, and what `vmoer.record` says of the same states."""
+
+import pytest
+import tiny
+import torch
+
+import vmoer
+from vmoer import gates
+from vmoer.errors import InputError
+from vmoer.inference import operator
+from vmoer.live.attach import collected, routers_of
+from vmoer.routers import Config
+
+LAYERS = [0, 1]
+CONFIGS: list[Config] = [
+    vmoer.FullCovariance(layers=LAYERS),
+    vmoer.MeanField(layers=LAYERS),
+    vmoer.LowRank(layers=LAYERS),
+    vmoer.FullCovariance(layers=LAYERS, sampling="delta"),
+    vmoer.Laplace(layers=LAYERS),
+    vmoer.Deterministic(layers=LAYERS),
+    vmoer.MCDropout(layers=LAYERS),
+    vmoer.SWAG(layers=LAYERS),
+]
+
+
+def hosted(architecture: str, config: Config, dtype: torch.dtype = torch.float32):
+    """An attached model, and its routers built again for the operator from their tensors alone."""
+    model = tiny.model(architecture).to(dtype)
+    vmoer.attach(model, config)
+    ids = torch.randint(3, tiny.VOCAB, (4, 11))
+    for router in routers_of(model).values():
+        for parameter in router.parameters():
+            torch.nn.init.normal_(parameter, 0, 0.2)
+    vmoer.fit(model, [{"input_ids": ids}])
+    operator.forget()
+    for layer, theirs in routers_of(model).items():
+        score = theirs.gate.scoring.score
+        gate = operator.logits_gate(score, theirs.gate.num_experts, theirs.gate.scoring.k, theirs.gate.hidden_size)
+        found = next(f for f in gates.find(model) if f.layer == layer)
+        weight_ND = gates.router_weight(found.router, found.router.vmoer_gate).detach()
+        ours = config.router(config, gate, weight_ND, layer, torch.device("cpu"))
+        ours.novelty_root_RD = theirs.novelty_root_RD
+        ours.load_state_dict(theirs.state_dict())
+        operator.host(str(layer), ours, weight_ND, dtype)
+    return model, ids
+
+
+def inputs_of(model: torch.nn.Module, ids: torch.Tensor) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """Every layer's states and the model's own logits."""
+    seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    with (
+        collected(model, lambda layer, u, logits: seen.setdefault(layer, (u.clone(), logits.clone()))),
+        torch.no_grad(),
+    ):
+        model(input_ids=ids)
+    return seen
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.key}-{getattr(c, 'sampling', '')}")
+@pytest.mark.parametrize("architecture", ["granitemoe", "deepseek_v3"])
+def test_it_says_what_the_attached_model_records(architecture: str, config: Config) -> None:
+    """Logits chosen by the model's own rule give the recorded experts; signals are the recorded ones."""
+    model, ids = hosted(architecture, config)
+    with vmoer.record(model, signals="all") as rec, torch.no_grad():
+        model(input_ids=ids)
+    layer = LAYERS[0]  # where the collector's states are the same: below it nothing was routed
+    u_TD, logits_TN = inputs_of(model, ids)[layer]
+    averaged_TN, signals_TG = torch.ops.vmoer.route(u_TD, logits_TN, str(layer))
+    router = next(f for f in gates.find(model) if f.layer == layer).router
+    chosen_TK = router.vmoer_gate.scoring.choose(averaged_TN, router.vmoer_gate.bias(router, (), {}))
+    assert torch.equal(chosen_TK.sort(-1).values, rec.experts[0].flatten(0, 1).sort(-1).values)
+    names = operator._HOSTED[str(layer)].signals
+    assert set(names) == set(rec.signals)
+    for place, name in enumerate(names):
+        torch.testing.assert_close(signals_TG[:, place], rec.signals[name][0].reshape(-1), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.key}-{getattr(c, 'sampling', '')}")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_torch_accepts_it_as_an_operator(config: Config, dtype: torch.dtype) -> None:
+    """Schema, fake shapes and dtypes, tracing: PyTorch's own checks."""
+    hosted("granitemoe", config)
+    u_TD, logits_TN = torch.randn(7, 32).to(dtype), torch.randn(7, 6).to(dtype)
+    tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    found = torch.library.opcheck(torch.ops.vmoer.route.default, (u_TD, logits_TN, "0"), test_utils=tests)
+    assert set(found.values()) == {"SUCCESS"}
+    averaged_TN, signals_TG = torch.ops.vmoer.route(u_TD, logits_TN, "0")
+    assert (averaged_TN.dtype, signals_TG.dtype) == (dtype, torch.float32)
+    assert averaged_TN.data_ptr() != logits_TN.data_ptr()
+
+
+def test_compiled_code_gives_the_same() -> None:
+    hosted("granitemoe", CONFIGS[0])
+    u_TD, logits_TN = torch.randn(5, 32), torch.randn(5, 6)
+
+    def both(u: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        averaged, signals = torch.ops.vmoer.route(u * 2, logits + 1, "1")
+        return averaged.softmax(-1), signals + 1
+
+    compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
+    for ours, theirs in zip(compiled(u_TD, logits_TN), both(u_TD, logits_TN), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_rows_do_not_depend_on_their_batch() -> None:
+    """A padded batch, as CUDA graphs have it, gives each token what it has alone."""
+    hosted("granitemoe", CONFIGS[0])
+    u_TD, logits_TN = torch.randn(9, 32), torch.randn(9, 6)
+    whole = torch.ops.vmoer.route(u_TD, logits_TN, "0")
+    for row in range(9):
+        alone = torch.ops.vmoer.route(u_TD[row : row + 1], logits_TN[row : row + 1], "0")
+        for ours, theirs in zip(alone, whole, strict=True):
+            torch.testing.assert_close(ours[0], theirs[row])
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (vmoer.VariationalTemperature(), "sampled logits"),
+        (vmoer.Temperature(), "sampled logits"),
+        (vmoer.FullCovariance(sampling="mc"), "fresh noise"),
+        (vmoer.MCDropout(sampling="mc"), "fresh noise"),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_is_named(config: Config, reason: str) -> None:
+    assert reason in str(operator.unfit(config))
+    assert all(operator.unfit(fits) is None for fits in CONFIGS)
+
+
+def test_routing_that_is_not_finite_is_refused() -> None:
+    gate = operator.logits_gate("softmax", 6, 2, 32)
+    router = vmoer.FullCovariance().router(vmoer.FullCovariance(), gate, None, 0, torch.device("cpu"))
+    torch.nn.init.constant_(router.heads.weight, torch.inf)
+    with pytest.raises(InputError, match="not finite"):
+        operator.host("broken", router, None, torch.float32)

@@ -1,0 +1,44 @@
+"""Run by the tests in a process of its own: vLLM on prompts, its answers and rows into files.
+
+python offline.py SPEC OUT     SPEC is JSON: model, router, and by name the cases with their options and prompts
+"""
+
+import gc
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+from vllm import LLM, SamplingParams
+from vllm.distributed import cleanup_dist_env_and_memory
+
+
+def main(spec: dict, out: Path) -> None:
+    for case, asked in spec.items():
+        llm = LLM(
+            asked["model"],
+            max_model_len=256,
+            max_num_seqs=8,
+            distributed_executor_backend=asked.get("executor", "uni"),
+            enable_return_routed_experts=True,
+            load_format="vmoer",
+            model_loader_extra_config={"router": asked["router"]},
+            **{"dtype": "float32", "enforce_eager": True} | asked.get("options", {}),
+        )
+        found = []
+        for number, prompts in enumerate(asked["rounds"]):
+            n = asked.get("new", 12)
+            greedy = SamplingParams(temperature=0, max_tokens=n, min_tokens=n, ignore_eos=True)
+            answers = llm.generate(prompts, greedy, use_tqdm=False)
+            for place, answer in enumerate(answers):
+                np.save(out / f"{case}.{number}.{place}.npy", answer.outputs[0].routed_experts)
+            ids = [[*answer.prompt_token_ids, *answer.outputs[0].token_ids] for answer in answers]
+            found.append({"ids": ids, "cached": [answer.num_cached_tokens for answer in answers]})
+        (out / f"{case}.json").write_text(json.dumps(found))
+        del llm
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+if __name__ == "__main__":
+    main(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]))

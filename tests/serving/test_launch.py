@@ -1,0 +1,180 @@
+"""What `vmoer serve` refuses before vLLM starts, in one line each, and the command line that it writes.
+
+Oracle: the mistake that was made on purpose.
+"""
+
+import json
+import shutil
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+import transformers as tf
+
+import vmoer
+from vmoer.cli import run as command_line
+from vmoer.errors import InputError
+from vmoer.evaluation.threshold import FORMAT, write_threshold
+from vmoer.serving import launch
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A base model and a run for it."""
+    root = tmp_path_factory.mktemp("launch")
+    model = tiny.model("granitemoe")
+    model.save_pretrained(root / "base")
+    vmoer.attach(model, vmoer.MeanField(layers=[1]))
+    vmoer.save(model, root / "run")
+    return root / "base", root / "run"
+
+
+@pytest.fixture
+def prepared(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`launch.prepare` as if vLLM were there."""
+    monkeypatch.setattr(launch, "check_vllm", lambda: None)
+    return launch.prepare
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_the_command_line_that_it_writes(folders: tuple[Path, Path], prepared: Any, tmp_path: Path) -> None:
+    base, run = folders
+    chosen = {
+        "format": FORMAT,
+        "form": "letters",
+        "signal": "novelty",
+        "threshold": 0.5,
+        "risk": 0.1,
+        "confidence": 0.9,
+    }
+    write_threshold(tmp_path / "threshold.json", chosen | {"temperature": 1.3})
+    port = free_port()
+    options = [
+        "--tensor-parallel-size",
+        "2",
+        "--port",
+        str(port),
+        "--load-format",
+        "safetensors",
+        "--host",
+        "127.0.0.1",
+    ]
+    command = prepared(str(base), str(run), tmp_path / "threshold.json", options)
+    said = command.arguments
+    assert said[1:5] == ["-m", "vllm.entrypoints.cli.main", "serve", str(base)]
+    assert said[said.index("--load-format") + 1] == "vmoer"
+    extra = json.loads(said[said.index("--model-loader-extra-config") + 1])
+    assert extra == {"router": str(run.resolve()), "load_format": "safetensors"}
+    assert said[said.index("--tensor-parallel-size") + 1] == "2"
+    assert said[said.index("--port") + 1] == str(port)
+    assert "--enable-return-routed-experts" in said
+    told = json.loads(command.environment["VMOER_SERVING"])["threshold"]
+    assert told == {name: chosen[name] for name in ("form", "signal", "threshold", "risk", "confidence")}
+    assert command.environment["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+
+
+def test_no_vllm_and_a_version_out_of_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"needs vLLM: pip install 'vmoer\[vllm\]'"):
+        launch.check_vllm()
+    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: object())
+    for version, good in (("0.31.2", False), ("0.32.0+cpu", True), ("0.32.5", True), ("0.33.0", False), ("1.0", False)):
+        monkeypatch.setattr(launch, "_version", lambda name, found=version: found)
+        if good:
+            launch.check_vllm()
+        else:
+            with pytest.raises(InputError, match=f"vLLM {version} is not supported"):
+                launch.check_vllm()
+
+
+def test_a_dense_model(folders: tuple[Path, Path], prepared: Any, tmp_path: Path) -> None:
+    config = tf.LlamaConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=24, vocab_size=61
+    )
+    tf.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="dense model"):
+        prepared(str(tmp_path), str(folders[1]), None, [])
+
+
+def test_a_run_of_another_model(folders: tuple[Path, Path], prepared: Any, tmp_path: Path) -> None:
+    """Other router weights of the same shape, and a model without the layer."""
+    base, run = folders
+    model = tf.AutoModelForCausalLM.from_pretrained(base)
+    with torch.no_grad():
+        model.model.layers[1].block_sparse_moe.router.weight.mul_(1.5)
+    model.save_pretrained(tmp_path / "changed")
+    with pytest.raises(InputError, match="another base model: its router weights differ"):
+        prepared(str(tmp_path / "changed"), str(run), None, [])
+    tiny.model("granitemoe", num_hidden_layers=1).save_pretrained(tmp_path / "short")
+    with pytest.raises(InputError, match=r"layer 1 of .* has no router"):
+        prepared(str(tmp_path / "short"), str(run), None, [])
+
+
+def test_a_damaged_run_and_methods_that_cannot_be_served(
+    folders: tuple[Path, Path], prepared: Any, tmp_path: Path
+) -> None:
+    """Refused though the model is not even there: nothing of it was read."""
+    shutil.copytree(folders[1], tmp_path / "run")
+    data = bytearray((tmp_path / "run" / "router.safetensors").read_bytes())
+    data[-3] ^= 1
+    (tmp_path / "run" / "router.safetensors").write_bytes(data)
+    with pytest.raises(InputError, match=r"router\.safetensors"):
+        prepared("no/such/model", str(tmp_path / "run"), None, [])
+    model = tiny.model("granitemoe")
+    for number, config in enumerate(
+        (vmoer.VariationalTemperature(), vmoer.Temperature(), vmoer.MeanField(sampling="mc"))
+    ):
+        vmoer.attach(model, config)
+        vmoer.save(model, tmp_path / str(number))
+        vmoer.detach(model)
+        with pytest.raises(InputError, match="cannot be served: "):
+            prepared("no/such/model", str(tmp_path / str(number)), None, [])
+
+
+def test_an_unmerged_adapter(prepared: Any, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    settings = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    model = peft.get_peft_model(tiny.model("granitemoe"), settings)
+    vmoer.attach(model, vmoer.MeanField(layers=[1]))
+    vmoer.save(model, tmp_path / "run")
+    with pytest.raises(InputError, match="LoRA adapter: merge it"):
+        prepared("no/such/model", str(tmp_path / "run"), None, [])
+
+
+def test_pipeline_parallelism_a_taken_port_and_bad_options(folders: tuple[Path, Path], prepared: Any) -> None:
+    for option in ("--pipeline-parallel-size", "-pp"):
+        with pytest.raises(InputError, match="pipeline parallelism"):
+            prepared(*map(str, folders), None, [option, "2"])
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(InputError, match=f"port {port} cannot be used"):
+            prepared(*map(str, folders), None, ["--host", "127.0.0.1", "--port", str(port)])
+    with pytest.raises(InputError, match="invalid int value"):
+        prepared(*map(str, folders), None, ["--port", "http"])
+
+
+def test_a_threshold_on_what_the_server_does_not_compute(
+    folders: tuple[Path, Path], prepared: Any, tmp_path: Path
+) -> None:
+    chosen = {"format": FORMAT, "form": "letters", "signal": "predictive_entropy", "threshold": 0.5, "risk": 0.1}
+    write_threshold(tmp_path / "threshold.json", chosen | {"confidence": 0.9})
+    with pytest.raises(InputError, match="does not compute predictive_entropy"):
+        prepared(*map(str, folders), tmp_path / "threshold.json", [])
+
+
+def test_on_the_command_line_it_is_one_line(
+    folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: None)
+    assert command_line(["serve", str(folders[0]), "--router", str(folders[1]), "--max-num-seqs", "4"]) == 2
+    assert capsys.readouterr().err.splitlines() == ["vmoer serve needs vLLM: pip install 'vmoer[vllm]'"]

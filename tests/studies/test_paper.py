@@ -1,0 +1,266 @@
+"""`vmoer study paper`: the paper's grid, printed numbers beside ours, what it costs, every table on the embedded model."""
+
+import dataclasses
+import json
+import os
+import re
+import runpy
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vmoer import cli, tasks
+from vmoer.bench.geometries import GEOMETRIES
+from vmoer.errors import InputError
+from vmoer.report import paper as tables
+from vmoer.report.rows import only, paper_models
+from vmoer.studies import Study, _paper_cost, _variants, paper
+from vmoer.studies._variants import with_preset
+from vmoer.training import presets
+from vmoer.training.plan import Plan
+
+ROOT = Path(__file__).parents[2]
+GOLDEN = Path(__file__).parent / "golden" / "paper-tables.json"
+GRANITE = paper_models()["granite"]
+UNTRAINED = ("temp-scale", "laplace", "fixed-noise")
+Row = dict[str, Any]
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The paper's models by their shapes in the benchmark, without the hub and without weights."""
+    shapes = dict(zip(paper_models().values(), ("granite-3b", "qwen1.5-moe", "deepseek-moe-16b"), strict=True))
+
+    def skeleton(name: str) -> Any:
+        return GEOMETRIES[shapes[name]].build("meta", torch.bfloat16)
+
+    _variants.moe_layers.cache_clear()
+    monkeypatch.setattr(_variants, "skeleton", skeleton)
+    monkeypatch.setattr(presets, "skeleton", skeleton)
+    monkeypatch.setattr("vmoer.studies.temperature_sweep.skeleton", skeleton)
+
+
+def test_the_grid_is_the_papers(offline: None, tmp_path: Path) -> None:
+    """Oracle: counted by hand from the paper's tables, five runs each."""
+    study = Study(model=GRANITE, task="", out=tmp_path, seeds=paper.SEEDS)
+    parts = paper.parts(study)
+    assert {table: len(cells) // 5 for table, cells in parts.items() if table != "4"} == {
+        "1": 4 * 7,
+        "2": 5,
+        "3": 3,
+        "ablation": 3 * 4 + 7,
+        "motivation": 1 + 1 + 32,
+    }
+    assert [cell.key["method"] for cell in parts["4"]] == ["mcdr", "swag", "vglr-mf", "vglr-fc", "vtsr"]
+    assert len(paper.cells(study)) == 5 * (28 + 3 + 19 + 34) + 5  # Table 2 is among the cells of Table 1
+    methods = Counter(cell.key["method"] for cell in parts["1"])
+    assert methods == dict.fromkeys(
+        [f"{key}@paper" for key in ("map", "temp-scale", "mcdr", "swag", "vglr-mf", "vglr-fc", "vtsr")], 20
+    )
+    assert {cell.key["layers"] for cell in parts["ablation"] if cell.study == "layer-placement"} == {
+        f"{place}:10" for place in ("first", "middle", "last", "susceptible")
+    }
+    shifts = {cell.key["task"]: cell.key["ood"] for cell in parts["1"]}
+    assert shifts.pop("openbookqa") == "arc_easy,arc_challenge,medmcqa,mmlu_law"
+    assert set(shifts.values()) == {""}
+    assert all(cell.key["preset"] == "paper" for cell in paper.cells(study) if cell.study != "efficiency")
+    alone = paper.parts(dataclasses.replace(study, table="1", task="sciq"))
+    assert [cell.key["task"] for cell in alone["1"]] == ["sciq"] * 35
+
+
+def test_settings_are_taken_from_the_same_task_of_another_study(tmp_path: Path) -> None:
+    study = Study(model="demo", task="", out=tmp_path, transfer_from=Path("out/granite"))
+    assert paper.on(study, "demo").transfer_from == Path("out/granite/demo")
+    assert paper.on(study, "demo").out == tmp_path / "demo"
+
+
+def test_the_printed_value_stands_beside_ours() -> None:
+    """Oracle: the paper's own pages, by hand: accuracies on OpenBookQA of .746 (Granite) and .804 (Qwen), an AUROC of .834."""
+
+    def ours(model: str, **keys: Any) -> Row:
+        base = dict.fromkeys(("study", "split", "signal", "seed")) | {"model": model, "low": 0.70, "high": 0.80}
+        return base | {"task": "openbookqa", "method": "map@paper", "metric": "accuracy", "value": 0.75} | keys
+
+    (found,) = paper.compare([ours(GRANITE)], GRANITE)
+    assert (found["table"], found["printed"], found["doubt"]) == ("1", 0.746, None)
+    assert found["difference"] == pytest.approx(0.004)
+    assert (found["difference_low"], found["difference_high"]) == pytest.approx((-0.046, 0.054))
+    qwen = paper_models()["qwen"]
+    assert paper.compare([ours(qwen)], qwen)[0]["printed"] == 0.804
+    assert paper.compare([ours("some/model")], "some/model")[0]["printed"] == 0.746
+    keys = {"task": "mmlu_law", "source": "openbookqa", "method": "vglr-fc@paper", "metric": "auroc"}
+    (law,) = paper.compare([ours(GRANITE, signal="logit_variance", **keys)], GRANITE)
+    assert (law["table"], law["printed"], law["signal"]) == ("2", 0.834, "inf-logit-var")
+    four = [
+        ours(GRANITE, signal="logit_variance", **keys | {"task": task, "value": value})
+        for task, value in zip(("arc_easy", "arc_challenge", "medmcqa", "mmlu_law"), (0.1, 0.2, 0.3, 0.6), strict=True)
+    ]
+    (average,) = [one for one in paper.compare(four, GRANITE) if one["task"] == "average"]
+    assert (average["value"], average["printed"]) == (pytest.approx(0.3), 0.749)
+    over = [ours(GRANITE, seed=0, value=0.1), ours(GRANITE, seed=1, value=0.3), ours(GRANITE, value=0.2)]
+    assert paper.compare(over, GRANITE)[0]["value"] == 0.2
+    noisy = {"study": "stability", "metric": "jaccard", "gamma": 0.01}
+    both = [ours(GRANITE, method=name, value=value, **noisy) for name, value in
+            (("vtsr@paper", 1.0), ("vtsr@paper (fresh noise)", 0.5), ("map at the layers of vglr-fc@paper", 0.4))]  # fmt: skip
+    assert {one["method"]: (one["value"], one["printed"]) for one in paper.compare(both, GRANITE)} == {
+        "map": (0.4, 0.422),
+        "vtsr": (0.5, 0.692),
+    }
+
+
+def test_cells_that_cannot_be_right_are_marked() -> None:
+    """Oracle: benchmarks/paper_tables.py, which computes what the metrics allow."""
+    from vmoer.report.rows import paper as printed
+
+    lines = runpy.run_path(str(ROOT / "benchmarks" / "paper_tables.py"))["lines"]()
+    expected = {(*name.split(), why.split()[0].lower()) for name, why in (line.split(": ", 1) for line in lines)}
+    marked = {
+        (row["model"], row["task"], row["method"], row["metric"]): row["doubt"]
+        for row in printed()
+        if row["study"] == "calibration" and row.get("doubt")
+    }
+    alike = {key for key, doubt in marked.items() if doubt.startswith("five methods")}
+    assert marked.keys() - alike == expected
+    assert alike == {("granite", "openbookqa", key, "nll") for key in ("mcdr", "swag", "vglr-mf", "vglr-fc", "vtsr")}
+
+
+def test_hours_and_memory_are_those_of_the_results() -> None:
+    rehearsed = json.loads((ROOT / "results/rehearsal/rehearsal.json").read_text())
+    steps = json.loads((ROOT / "results/train_step/train_step.json").read_text())
+    names = {"granite": "granite-3b", "qwen": "qwen1.5-moe", "deepseek": "deepseek-moe-16b"}
+    for short, geometry in names.items():
+        own = only(rehearsed["rows"], geometry=geometry)
+        cost = _paper_cost.COSTS[short]
+        (first,) = only(own, stage="stage 1")
+        assert (cost.stage1, cost.gb) == (pytest.approx(first["seconds"] / 2, abs=0.01), round(first["peak_gb"], 1))
+        trained = [
+            row["seconds"] / row["steps"] for row in only(own, stage="stage 2") if row["method"] not in UNTRAINED
+        ]
+        if short == "granite":  # whose rehearsal shared its GPU
+            trained = [
+                row["milliseconds"] / 1e3 for row in only(steps["rows"], method="vglr-fc", layers="10", batch=16)
+            ]
+        assert cost.stage2 == pytest.approx(min(trained), abs=0.001)
+        answered = [row["seconds"] / row["questions"] for row in only(own, stage="predict (router)")]
+        assert cost.answer == pytest.approx(min(answered), abs=1e-4)
+
+
+def test_a_dry_run_says_cells_hours_and_memory(
+    offline: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Oracle for OpenBookQA alone by hand: five runs of stage 1, 25 of stage 2, 5410 questions a label besides validation."""
+    command = ["study", "paper", "--table", "1", "--task", "openbookqa", "--dry-run", "--out", str(tmp_path / "none")]
+    assert cli.run([*command, "--model", "granite"]) == 0
+    out = capsys.readouterr().out
+    first, second = 5 * 3 * 5000 / 16 * 4.19, 25 * 10 * 5000 / 16 * 0.192
+    answers = (35 * (500 + 2376 + 500 + 500 + 1534) + 25 * 500 + 5 * 9 * 50) * 0.0219
+    hours = (first + second + answers) / 3600
+    assert re.search(rf"\b1 +35 +0 +{hours:.1f} +{hours:.1f} to {3.2 * hours:.1f} +23\b", out), out
+    assert not (tmp_path / "none").exists()
+
+
+def test_the_page_has_the_hours_of_the_dry_run(offline: None, tmp_path: Path) -> None:
+    """docs/reproduce.md: cell by cell what `--dry-run` prints for the three models."""
+    text = (ROOT / "docs" / "reproduce.md").read_text()
+    hours: dict[str, list[str]] = {}
+    for model in paper_models().values():
+        lines, _ = _paper_cost.summary(Study(model=model, task="", out=tmp_path, seeds=paper.SEEDS))
+        for table, _cells, _done, h200, *_ in lines:
+            hours.setdefault("all" if table.startswith("all") else table, []).append(h200)
+    for table, each in hours.items():
+        assert f"`--table {table}` | {' / '.join(each)} |" in text, table
+
+
+def test_preset_paper_makes_every_label_the_papers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert with_preset("vglr-fc+full", "paper") == "vglr-fc@paper+full"
+    assert with_preset("vglr-fc@default", "paper") == "vglr-fc@default"
+    assert with_preset("map", "default") == "map"
+    command = ["study", "calibration", "--model", "demo", "--task", "demo", "--limit", "8", "--preset", "paper"]
+    assert cli.run([*command, "--dry-run", "--out", str(tmp_path)]) == 0
+    shown = re.findall(r"calibration +(\S+), seed 0", capsys.readouterr().out)
+    assert shown == [f"{key}@paper" for key in paper.METHODS]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["paper", "--table", "5"], "choose 1, 2, 3, 4, ablation, motivation or all"),
+        (["paper", "--methods", "map"], "leave out --ood, --methods and --preset"),
+        (["paper", "--task", "arc_easy"], "unknown task of the paper's Table 1 'arc_easy'"),
+        (["stability", "--table", "3", "--task", "demo"], "--table belongs to the study paper"),
+        (["stability"], "the study stability needs a task"),
+        (["stability", "--task", "demo", "--preset", "papre"], "did you mean paper?"),
+    ],
+)
+def test_bad_input_is_one_line(
+    more: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["study", *more, "--model", "demo", "--out", str(tmp_path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+
+
+def smallest(monkeypatch: pytest.MonkeyPatch, questions: int = 12) -> None:
+    """Two steps of stage 2, and as few questions of every split."""
+    load = tasks.load
+    small = dataclasses.replace(presets.PAPER, stage2=Plan(epochs=2))
+    monkeypatch.setitem(presets.PRESETS, "paper", small)
+    monkeypatch.setattr(
+        tasks, "load", lambda *a, **k: load(*a, **k | {"limit": min(k.get("limit") or questions, questions)})
+    )
+
+
+def structure(made: list[Any]) -> dict[str, Any]:
+    """Of every table what does not depend on the processor: titles, columns, labels, and the columns of the paper."""
+    found = {}
+    for table in made:
+        kept = [i for i, name in enumerate(table.columns) if i < table.labels or name in ("paper", "paper's text")]
+        lines = [[row[i].text + row[i].detail for i in kept] for row in table.rows]
+        found[table.name] = {
+            "title": table.title,
+            "columns": list(table.columns),
+            "rows": lines,
+            "notes": list(table.notes),
+        }
+    return found
+
+
+@pytest.mark.slow
+def test_every_table_on_the_embedded_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The golden file has labels and printed values; ours are numbers in the range of their metric."""
+    smallest(monkeypatch)
+    assert cli.run(["study", "paper", "--table", "all", "--model", "demo", "--seeds", "0", "--out", str(tmp_path)]) == 0
+    rows = [row for row in json.loads((tmp_path / "metrics.json").read_text()) if row["study"] == "paper"]
+    assert {row["table"] for row in rows} == set(paper.TABLES)
+    for row in rows:
+        least = -1 if "_minus_" in row["metric"] else 0
+        most = 1e8 if row["table"] == "4" else 20 if row["metric"] == "nll" else 1
+        assert least <= row["value"] <= most, row
+        if row["printed"] is not None:
+            assert row["difference"] == pytest.approx(row["value"] - row["printed"])
+    section = tables.section(rows)
+    found = structure(list(section.tables))
+    if os.environ.get("VMOER_REGENERATE_GOLDEN"):
+        GOLDEN.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+    assert found == json.loads(GOLDEN.read_text())
+    capsys.readouterr()
+    assert cli.run(["report", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    markdown, page = (tmp_path / "report" / "tables.md").read_text(), (tmp_path / "report" / "index.html").read_text()
+    for table in section.tables:
+        assert " ".join(table.title.split()) in " ".join(printed.split())
+        assert f"### {table.title}" in markdown
+        assert (tmp_path / "report" / f"{table.name}.tex").exists()
+    for place in (printed, markdown, page, (tmp_path / "report" / "paper-1-openbookqa.tex").read_text()):
+        assert "1.380" in place  # Granite's NLL on OpenBookQA
+    assert r"0.650\textdagger{}" in (tmp_path / "report" / "paper-1-openbookqa.tex").read_text()
+
+
+def test_no_table_of_an_unknown_name(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="choose 1, 2, 3"):
+        paper.parts(Study(model="demo", task="", out=tmp_path, table="7"))

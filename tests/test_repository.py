@@ -1,0 +1,68 @@
+"""What an open project promises about its own files: one version, small files, the Pythons it names."""
+
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+LARGEST = 1_000_000
+EMBEDDED = "src/vmoer/demo/"
+
+
+def tracked() -> list[str]:
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a checkout")
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
+    return [name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()]
+
+
+def test_no_tracked_file_is_large_but_the_embedded_model() -> None:
+    """Oracle: git's own list."""
+    sizes = {name: (ROOT / name).stat().st_size for name in tracked()}
+    assert len(sizes) > 300
+    large = {name for name, size in sizes.items() if size > LARGEST}
+    assert {name for name in large if not (name.startswith(EMBEDDED) and name.endswith(".safetensors"))} == set()
+
+
+def test_the_size_limit_before_a_commit_is_the_same() -> None:
+    (limit,) = re.findall(r"--maxkb=(\d+)", (ROOT / ".pre-commit-config.yaml").read_text())
+    assert LARGEST - 1024 < int(limit) * 1024 <= LARGEST
+
+
+def test_the_changelog_and_the_citation_name_the_version() -> None:
+    """The newest release of the changelog is the version of pyproject.toml, with the citation's date."""
+    heads = re.findall(r"^## \[(.+?)\](?: - (.+))?$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert heads[0] == ("Unreleased", "")
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert heads[1] == (PROJECT["version"], str(cited["date-released"]))
+    assert str(cited["version"]) == PROJECT["version"]
+
+
+def test_the_workflows_run_every_python_that_is_named() -> None:
+    named = [text.split(" :: ")[-1] for text in PROJECT["classifiers"] if re.search(r"Python :: 3\.\d+$", text)]
+    assert f">={named[0]}" == PROJECT["requires-python"]
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "tests.yml").read_text())
+    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.M)
+    for job in workflow["jobs"].values():
+        assert job["strategy"]["matrix"]["python"] == named
+        run = [step["run"].split()[:2] for step in job["steps"] if "run" in step]
+        assert [words[0] for words in run] == ["make"]
+        assert run[0][1] in targets
+
+
+def test_every_extra_that_a_message_names_can_be_installed() -> None:
+    """`pip install 'vmoer[...]'` in the code, the README and the pages."""
+    files = [*(ROOT / "src").rglob("*.py"), ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    found = {
+        extra
+        for path in files
+        for extras in re.findall(r"vmoer\[([\w,-]+)\]", path.read_text())
+        for extra in extras.split(",")
+    }
+    assert len(found) > 4
+    assert found <= PROJECT["optional-dependencies"].keys()
