@@ -1,7 +1,8 @@
 """What the paper's tables cost on the GPUs that its readers have: hours and GB, without opening a model.
 
-Seconds are those of an H200, measured on models of the true shape with random weights (results/rehearsal, results/train_step):
-stage 1 and answers from two steps and 64 questions, warm-up included, so rather too long. An A100 was not measured. Where a step
+Seconds are those of an H200, measured on models of the true shape with random weights (results/rehearsal):
+stage 1 and answers from two steps and 64 questions, warm-up included, so rather too long. Stage 1 is the quicker of the runs with
+and without `--recompute`: the first one after a start has most warm-up. An A100 was not measured. Where a step
 is bound by launching kernels, as at a batch of 16, it takes as long; where it is bound by arithmetic, up to 3.2 times as long,
 the ratio of both cards' dense bfloat16 peaks (989 and 312 TFLOPS).
 """
@@ -34,9 +35,9 @@ class Cost(NamedTuple):
 
 
 COSTS = {
-    "granite": Cost(4.19, 0.192, 0.0219, 23.4),
-    "qwen": Cost(1.75, 0.285, 0.0113, 66.5),
-    "deepseek": Cost(5.03, 0.465, 0.0142, 78.9),
+    "granite": Cost(1.67, 0.299, 0.0073, 22.9),
+    "qwen": Cost(1.58, 0.312, 0.0118, 66.0),
+    "deepseek": Cost(1.81, 0.385, 0.0143, 78.4),
 }
 
 
@@ -107,7 +108,7 @@ def summary(study: Study) -> tuple[list[tuple[str, ...]], str]:
         return lines, f"{study.model} was not measured on a GPU: there are no hours of it"
     search = " --search is not in it: it trains every value that it tries." if study.search else ""
     return lines, (
-        "Hours on an H200 by results/rehearsal and results/train_step, which is rough and rather too long; on an A100, which was "
+        "Hours on an H200 by results/rehearsal, which is rough and rather too long; on an A100, which was "
         f"not measured, up to {A100:g} times as long. Early stopping is not counted on. GB are the peak of stage 1.{search}"
     )
 
