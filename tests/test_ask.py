@@ -191,6 +191,21 @@ def test_a_threshold_of_letters(run_folder: Path, tmp_path: Path, capsys: pytest
     assert err.count("\n") == 1
 
 
+def test_options_are_asked_in_several_orders(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: each order asked by itself by this command, and the mean of what it prints."""
+    options, chances = ("finch", "otter", "lynx"), {}
+    orders = ("--averaging", "orders", "--passes", "3")
+    for shift in range(3):
+        shown = options[shift:] + options[:shift]
+        said = json.loads(ask(capsys, run_folder, QUESTION, *(x for o in shown for x in ("--choice", o)), "--json")[0])
+        for option, chance in zip(shown, said["probabilities"], strict=True):
+            chances[option] = chances.get(option, 0) + chance / 3
+    choices = [x for option in options for x in ("--choice", option)]
+    said = json.loads(ask(capsys, run_folder, QUESTION, *choices, *orders, "--json")[0])
+    assert said["probabilities"] == pytest.approx([chances[option] for option in options], abs=1e-5)
+    assert said["signals"]["mutual_information"] > 0
+
+
 def test_without_a_chat_template_the_question_is_put_plainly(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -216,6 +231,7 @@ def test_bad_input_is_one_line_and_code_2(run_folder: Path, tmp_path: Path, caps
         "score='luck': choose one of": ("demo", "x", "--score", "luck"),
         "mark='luck': choose one of probability, gate_entropy": ("demo", "x", "--mark", "luck"),
         "one --choice is not enough": ("demo", "x", "--choice", "a"),
+        "is for questions with options": ("demo", "x", "--averaging", "orders"),
         "choose one of float32": ("demo", "x", "--dtype", "int3"),
         "was chosen on free answers": (
             *("demo", "x", "--choice", "a", "--choice", "b"),

@@ -357,6 +357,7 @@ def test_the_entry_point_is_one_lm_eval_can_resolve() -> None:
     [
         ({}, "needs router=RUN"),
         ({"router": "x", "averaging": "answer"}, "choose router or full"),
+        ({"router": "x", "averaging": "orders"}, "no option can be moved"),
         ({"router": "x", "passes": 0}, "at least 1"),
     ],
 )

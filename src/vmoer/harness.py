@@ -30,6 +30,7 @@ from vmoer._version import __version__
 from vmoer.errors import InputError
 from vmoer.evaluation.scores import Row
 from vmoer.files import parse_json, read_json, write_json
+from vmoer.inference.averaging import ORDERS
 from vmoer.live.attach import attached, sampled, switched_off
 from vmoer.models import embedded
 from vmoer.saved.store import load
@@ -68,6 +69,10 @@ class VMoERLM(HFLM):  # type: ignore[misc]
     ) -> None:
         if router is None:
             raise InputError("the model vmoer needs router=RUN: a run folder, a saved router, or a hub repository")
+        if averaging in ORDERS:
+            raise InputError(
+                f"averaging={averaging!r}: lm-eval scores texts, in which no option can be moved; vmoer eval asks questions"
+            )
         if averaging not in ("router", "full"):
             raise InputError(f"averaging={averaging!r}: choose router or full")
         if passes < 1:

@@ -25,11 +25,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import vmoer
 from vmoer.errors import InputError, RunError
 from vmoer.evaluation import predictions, scores
-from vmoer.evaluation.answers import answer, predict_task
+from vmoer.evaluation.answers import answer, answer_questions, predict_task
 from vmoer.evaluation.predictions import SIGNALS
 from vmoer.evaluation.writing import Batch
 from vmoer.gates import find
 from vmoer.inference.averaging import predict_passes
+from vmoer.inference.orders import orders
 from vmoer.live.attach import attachment_of, sampled
 from vmoer.report import report
 from vmoer.routers import Config, Posterior, Router, Routing
@@ -402,3 +403,64 @@ def test_what_cannot_be_answered_is_said_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"question 'q\d+' of (near|far): the model's logits are not finite"):
         ask()
     assert not (tmp_path / "predictions.parquet").exists()
+
+
+def by_hand(model: Any, question: Question, order: tuple[int, ...], number: int | None) -> torch.Tensor:
+    """The answer to a question whose options were moved by hand, one prompt at a time, as the options stood before."""
+    moved = Question("x", question.question, tuple(question.choices[i] for i in order), 0, "t", "test")
+    batch = padded([TOKENIZER(prompt(TOKENIZER, moved))["input_ids"]], torch.device("cpu"))
+    with ExitStack() as stack:
+        if number is not None:
+            stack.enter_context(sampled(model, number))
+        shown = predict_passes(model, batch, tokens=LETTER_IDS[: len(order)])[0, 0].double()
+    back = torch.empty(len(order), dtype=torch.float64)
+    for place, option in enumerate(order):
+        back[option] = shown[place]
+    return back
+
+
+@pytest.mark.parametrize("averaging", ["orders", "orders+routing"])
+def test_orders_are_prompts_permuted_by_hand_and_answers_mapped_back(averaging: Any, tmp_path: Path) -> None:
+    """Oracle: the loop above; information by hand; the same whatever the batches; files say what memory does."""
+    model, mine = noisy(), [QUESTIONS[0], QUESTIONS[2], QUESTIONS[1], QUESTIONS[3]]  # 2, 4, 3 and 5 options
+    found = answer_questions(model, TOKENIZER, mine, averaging=averaging, passes=4)
+    for question, ours in zip(mine, found, strict=True):
+        own = orders(len(question.choices), 4, again=averaging == "orders+routing")
+        numbers = [None if averaging == "orders" else m for m in range(len(own))]
+        passes = torch.stack([by_hand(model, question, o, m) for o, m in zip(own, numbers, strict=True)])
+        mean = passes.exp().mean(0)
+        assert ours.log_probs == pytest.approx(mean.log().tolist(), abs=1e-5)
+        information = (passes.exp() * (passes - mean.log())).sum(-1).mean().item()
+        assert ours.signals["mutual_information"] == pytest.approx(information, abs=1e-6)
+        assert information > 1e-4  # something to find
+    alone = [answer_questions(model, TOKENIZER, [q], averaging=averaging, passes=4)[0] for q in mine]
+    for one, other in zip(alone, found, strict=True):
+        assert one.log_probs == pytest.approx(other.log_probs, abs=1e-5)
+        assert one.signals == pytest.approx(other.signals, abs=1e-5, rel=1e-4)
+    path = predict_task(model, TOKENIZER, mine, folder=tmp_path, averaging=averaging, passes=4, batch_tokens=600)
+    for row, ours in zip(read(path), found, strict=True):
+        assert row["log_probs"] == pytest.approx(ours.log_probs, abs=1e-5)
+        assert row["mutual_information"] == pytest.approx(ours.signals["mutual_information"], abs=1e-5)
+    meta = json.loads((tmp_path / "meta.json").read_text())
+    assert (meta["averaging"], meta["passes"]) == (averaging, 4)
+
+
+def test_orders_undo_a_letter_that_is_liked() -> None:
+    """Oracle: symmetry. Over all orders of two options a question and its mirror have mirrored answers, and one pass has not."""
+    model = noisy()
+    one, other = answer_questions(model, TOKENIZER, [QUESTIONS[0], QUESTIONS[0].ordered((1, 0))], averaging="orders")
+    assert one.log_probs == pytest.approx(other.log_probs[::-1], abs=1e-5)
+    plain, turned = answer_questions(model, TOKENIZER, [QUESTIONS[0], QUESTIONS[0].ordered((1, 0))])
+    assert plain.log_probs != pytest.approx(turned.log_probs[::-1], abs=1e-3)
+
+
+def test_what_has_no_options_has_no_orders() -> None:
+    """One clear line each: token ids, one pass, a name that is none."""
+    model = noisy()
+    batch = padded(PROMPTS[:1], torch.device("cpu"))
+    with pytest.raises(InputError, match="token ids have none"):
+        predict_passes(model, batch, averaging="orders")
+    with pytest.raises(InputError, match="at least 2 orders"):
+        answer_questions(model, TOKENIZER, QUESTIONS[:2], averaging="orders", passes=1)
+    with pytest.raises(InputError, match="choose one of"):
+        answer_questions(model, TOKENIZER, QUESTIONS[:2], averaging="order")  # type: ignore[arg-type]

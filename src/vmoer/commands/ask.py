@@ -47,7 +47,10 @@ def ask(
     score: Annotated[str | None, typer.Option(help="The score of the answer; by default sequence_nll.")] = None,
     mark: Annotated[str, typer.Option(help="What tokens are marked by: probability, or a signal.")] = "probability",
     max_new_tokens: Annotated[int, typer.Option(help="The longest answer.")] = 128,
-    passes: Annotated[int | None, typer.Option(help="Routing samples to average over; needed by some scores.")] = None,
+    averaging: Annotated[
+        str | None, typer.Option(help="With --choice: router, answer, full, orders or orders+routing.")
+    ] = None,
+    passes: Annotated[int | None, typer.Option(help="Passes to average over; needed by some scores.")] = None,
     seed: Annotated[int, typer.Option(help="The seed of methods that draw fresh noise.")] = 0,
     device: Device = None,
     dtype: Dtype = None,
@@ -60,6 +63,10 @@ def ask(
         raise InputError(f"{abstain_above} was chosen on free answers: leave --choice out")
     if choice and len(choice) < 2:
         raise InputError("one --choice is not enough: give one for each option")
+    if averaging and not choice:
+        raise InputError(
+            f"--averaging {averaging} is for questions with options: give each by --choice, or leave it out"
+        )
     quiet()
     check_device(device)
     opened = _open(model, router, device, dtype)
@@ -67,7 +74,7 @@ def ask(
         opened = opened._replace(calibrator=None)
     how: dict[str, Any] = {"threshold": threshold, "score": score, "passes": passes, "seed": seed}
     if choice:
-        asked = answer_choice(opened, question, choice, **how)
+        asked = answer_choice(opened, question, choice, averaging=averaging, **how)
     else:
         asked = answer_text(opened, question, max_new_tokens=max_new_tokens, **how)
     shown = _choice(asked, choice, threshold) if choice else _text(asked, mark)

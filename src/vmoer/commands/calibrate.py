@@ -20,8 +20,10 @@ def calibrate(
     task: Annotated[str, typer.Option(help="A built-in task, or the path of a JSONL file.")],
     out: Annotated[Path | None, typer.Option(help="The folder to write; a run keeps its calibrator itself.")] = None,
     method: Annotated[str, typer.Option(help="auto, none, temperature, vector or isotonic.")] = "auto",
-    averaging: Annotated[str, typer.Option(help="What is averaged over routing: router, answer or full.")] = "router",
-    passes: Annotated[int, typer.Option(help="Passes of answer and full averaging.")] = 8,
+    averaging: Annotated[
+        str, typer.Option(help="What is averaged: router, answer, full, orders or orders+routing.")
+    ] = "router",
+    passes: Annotated[int, typer.Option(help="Passes that are averaged.")] = 8,
     data_root: DataRoot = None,
     limit: Annotated[int | None, typer.Option(help="At most this many validation questions.")] = None,
     batch_tokens: Annotated[int, typer.Option(help="Prompt tokens in a batch, padding included.")] = 8192,

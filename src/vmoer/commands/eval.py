@@ -39,9 +39,12 @@ def eval_(
     ood: Annotated[str, typer.Option(help="Out-of-distribution tasks, separated by commas.")] = "",
     split: Annotated[str, typer.Option(help="Which split of the task; validation is answered too.")] = "test",
     averaging: Annotated[
-        str | None, typer.Option(help="router, answer or full; by default what the run's calibrator is for, or router.")
+        str | None,
+        typer.Option(
+            help="router, answer, full, orders or orders+routing; by default what the run's calibrator is for, or router."
+        ),
     ] = None,
-    passes: Annotated[int | None, typer.Option(help="Passes of answer and full averaging; 8 by default.")] = None,
+    passes: Annotated[int | None, typer.Option(help="Passes that are averaged; 8 by default.")] = None,
     seed: Annotated[int | None, typer.Option(help="By default that of the run, or 0.")] = None,
     data_root: DataRoot = None,
     paper_splits: PaperSplits = False,

@@ -30,7 +30,9 @@ def study(
     ood: Annotated[str, typer.Option(help="Shifted tasks, separated by commas, the farthest last.")] = "",
     methods: Annotated[str, typer.Option(help="Labels, separated by commas, such as map,vglr-fc,vglr-fc@paper.")] = "",
     seeds: Annotated[str, typer.Option(help="Separated by commas; 0 by default, and five for the study paper.")] = "",
-    averaging: Annotated[str, typer.Option(help="router, answer, full, separated by commas.")] = "router",
+    averaging: Annotated[
+        str, typer.Option(help="router, answer, full, orders, orders+routing, separated by commas.")
+    ] = "router",
     passes: int = 8,
     search: Annotated[bool, typer.Option("--search", help="Choose beta on validation.")] = False,
     transfer_from: Annotated[Path | None, typer.Option(help="Take what was searched from this study.")] = None,

@@ -5,6 +5,8 @@ A prompt ends where the answer letter would start. At its last token
     log_probs   log (1/M) sum_m softmax(logits of the question's own letters in pass m),   M = 1 for "router" averaging
     a signal    its mean over the attached layers (and the passes)
 
+views.py has what is peculiar to averaging over orders of the options.
+
 Prompts of similar length share a batch. A finished batch is a file in `.parts/`, named by a hash of everything that
 decides its numbers. So a run that was killed goes on from there, and ends with the same bytes.
 
@@ -16,7 +18,7 @@ import json
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 import transformers
@@ -25,16 +27,24 @@ from torch import Tensor, nn
 from vmoer._version import __version__
 from vmoer.errors import InputError, RunError
 from vmoer.evaluation.predictions import in_order
+from vmoer.evaluation.views import View, answer_orders, last_tokens, views
 from vmoer.evaluation.writing import Batch, finish, read_part, write_part
-from vmoer.inference.averaging import Averaging, mean_log_probs, mutual_information, predict_passes, shares_prompts
+from vmoer.inference.averaging import (
+    ORDERS,
+    Averaging,
+    mean_log_probs,
+    mutual_information,
+    predict_passes,
+    shares_prompts,
+)
 from vmoer.live.attach import attached, ready, record
-from vmoer.live.inputs import context_length, last_positions, memory_for, seeded
+from vmoer.live.inputs import context_length, memory_for, seeded
 from vmoer.live.recording import Record
 from vmoer.saved.calibrator import Stored
 from vmoer.saved.store import adapter_fingerprint, fingerprint
 from vmoer.tasks import Question
 from vmoer.tasks.batches import by_length, padded
-from vmoer.tasks.prompt import encode, letter_ids
+from vmoer.tasks.prompt import letter_ids
 
 
 def predict_task(
@@ -65,8 +75,8 @@ def predict_task(
         name: What `meta.json` calls the model; by default its own folder or hub id.
         method: What the rows call the method; by default the key of what is attached.
         seed: A label of the rows; it also seeds methods that draw fresh noise (`sampling="mc"`).
-        averaging: Where samples are averaged: in the "router", over "answer"s, or over "full" passes.
-        passes: How many answers or passes are averaged; "router" always takes one.
+        averaging: What is averaged: "router", "answer", "full", "orders" or "orders+routing" (inference/averaging.py).
+        passes: How many passes are averaged; at most so many orders. "router" always takes one.
         batch_tokens: The size of a batch with its padding.
         routing: Also write the experts that are selected at the answer, into `routing.parquet`.
         calibrator: The run's own. The answers stay raw; `meta.json` keeps it, and metrics have the rows `METHOD+cal`.
@@ -80,35 +90,68 @@ def predict_task(
     passes = 1 if averaging == "router" else passes
     choices = {"averaging": averaging, "passes": passes, "batch_tokens": batch_tokens, "routing": routing}
     with ready(model):
-        options = [len(q.choices) for q in questions]
-        letters = letter_ids(tokenizer, max(options))
-        prompts = encode(tokenizer, questions, context_length(model))
-        meta = _meta(model, name, method, seed, choices, questions, [letters, prompts])
-        repeated = passes if averaging == "answer" and not shares_prompts(model) else 1
-        batches = by_length([len(p) for p in prompts], batch_tokens // repeated)
-        parts = [folder / ".parts" / f"{_digest(meta)[:16]}-{i:05d}.parquet" for i in range(len(batches))]
+        asked = _asked(model, tokenizer, questions, averaging, passes, batch_tokens)
+        meta = _meta(model, name, method, seed, choices, questions, asked.tokens)
+        parts = [folder / ".parts" / f"{_digest(meta)[:16]}-{i:05d}.parquet" for i in range(len(asked.batches))]
         parts[0].parent.mkdir(parents=True, exist_ok=True)
         done, tables = 0, []
-        for number, (part, rows) in enumerate(zip(parts, batches, strict=True)):
-            table = read_part(part, rows, [options[row] for row in rows])
+        for number, (part, rows) in enumerate(zip(parts, asked.batches, strict=True)):
+            options = [len(questions[row].choices) for row in rows]
+            table = read_part(part, rows, options)
             if table is None:
-                batch = padded([prompts[row] for row in rows], next(model.parameters()).device)
-                with seeded(f"{seed} {number}", model), memory_for(batch, "--batch-tokens"):
-                    found = answer(model, batch, letters, [options[row] for row in rows], averaging, passes)
-                _check_numbers(found.log_probs, [questions[row] for row in rows])
-                write_part(part, rows, found, routing)
-                table = read_part(part, rows, [options[row] for row in rows])
+                write_part(part, rows, _answered(model, asked, questions, number, seed), routing)
+                table = read_part(part, rows, options)
             tables.append(table)
             done += len(rows)
             if progress is not None:
                 progress("answering", done, len(questions))
         meta |= {} if calibrator is None or calibrator.kind == "none" else {"calibrator": calibrator.file}
-        finish(folder, parts[0].parent, tables, questions, [len(p) for p in prompts], meta)
+        finish(folder, parts[0].parent, tables, questions, [len(own[0].prompt) for own in asked.views], meta)
     return folder / "predictions.parquet"
 
 
+class LetterAnswer(NamedTuple):
+    """A question's answer: log-probabilities over its options in their own order, and every signal."""
+
+    log_probs: list[float]
+    signals: dict[str, float]
+
+
+def answer_questions(
+    model: nn.Module,
+    tokenizer: Any,
+    questions: Sequence[Question],
+    *,
+    averaging: Averaging = "router",
+    passes: int = 8,
+    batch_tokens: int = 8192,
+    seed: int = 0,
+) -> list[LetterAnswer]:
+    """Answer questions in memory: what `predict_task` writes, in the order given.
+
+    Args:
+        model: With a method attached; `vmoer.Deterministic()` for the model's own routing.
+        tokenizer: The model's own.
+        questions: Of any tasks.
+        averaging: What is averaged: "router", "answer", "full", "orders" or "orders+routing" (inference/averaging.py).
+        passes: How many passes are averaged; at most so many orders. "router" always takes one.
+        batch_tokens: The size of a batch with its padding.
+        seed: Of methods that draw fresh noise (`sampling="mc"`).
+    """
+    _check_request(questions, None, averaging, passes, batch_tokens, False)
+    found: dict[int, LetterAnswer] = {}
+    with ready(model):
+        asked = _asked(model, tokenizer, questions, averaging, 1 if averaging == "router" else passes, batch_tokens)
+        for number, rows in enumerate(asked.batches):
+            batch = _answered(model, asked, questions, number, seed)
+            for place, row in enumerate(rows):
+                signals = {name: values[place] for name, values in batch.signals.items()}
+                found[row] = LetterAnswer(batch.log_probs[place], signals)
+    return [found[row] for row in range(len(questions))]
+
+
 def _check_request(
-    questions: Sequence[Question], folder: Path, averaging: str, passes: int, batch_tokens: int, routing: bool
+    questions: Sequence[Question], folder: Path | None, averaging: str, passes: int, batch_tokens: int, routing: bool
 ) -> None:
     if not questions:
         raise InputError("there are no questions to answer")
@@ -119,11 +162,59 @@ def _check_request(
             raise InputError(f"{option}={value} must be at least 1")
     if routing and averaging != "router":
         raise InputError(f"expert sets are those of one pass: routing does not go with averaging={averaging!r}")
-    if folder.exists() and not folder.is_dir():
+    if folder is not None and folder.exists() and not folder.is_dir():
         raise InputError(f"{folder} is a file, not a folder")
 
 
 # -- one batch ---------------------------------------------------------------------------------------------------------
+
+
+class _Asked(NamedTuple):
+    """Questions as token ids in batches, and how they are answered."""
+
+    letters: list[int]
+    views: list[list[View]]
+    batches: list[list[int]]
+    averaging: Averaging
+    passes: int
+
+    @property
+    def tokens(self) -> list[Any]:
+        """All that the model is shown."""
+        shown: list[Any] = [own[0].prompt for own in self.views]
+        if self.averaging in ORDERS:
+            shown = [[(view.prompt, view.order) for view in own] for own in self.views]
+        return [self.letters, shown]
+
+
+def _asked(
+    model: nn.Module,
+    tokenizer: Any,
+    questions: Sequence[Question],
+    averaging: Averaging,
+    passes: int,
+    batch_tokens: int,
+) -> _Asked:
+    letters = letter_ids(tokenizer, max(len(question.choices) for question in questions))
+    asked = views(tokenizer, questions, averaging, passes, context_length(model))
+    repeated = passes if averaging == "answer" and not shares_prompts(model) else max(map(len, asked))
+    lengths = [max(len(view.prompt) for view in own) for own in asked]
+    return _Asked(letters, asked, by_length(lengths, batch_tokens // repeated), averaging, passes)
+
+
+def _answered(model: nn.Module, asked: _Asked, questions: Sequence[Question], number: int, seed: int) -> Batch:
+    """The batch of that number."""
+    own = [asked.views[row] for row in asked.batches[number]]
+    mine = [questions[row] for row in asked.batches[number]]
+    batch = padded([view.prompt for views in own for view in views], next(model.parameters()).device)
+    with seeded(f"{seed} {number}", model), memory_for(batch, "--batch-tokens"):
+        if asked.averaging in ORDERS:
+            found = answer_orders(model, batch, own, asked.letters, routing=asked.averaging != "orders")
+        else:
+            options = [len(question.choices) for question in mine]
+            found = answer(model, batch, asked.letters, options, asked.averaging, asked.passes)
+    _check_numbers(found.log_probs, mine)
+    return found
 
 
 @torch.no_grad()
@@ -182,12 +273,6 @@ def experts_at_answer(rec: Record, batch: Mapping[str, Tensor]) -> list[list[lis
     chosen_LTK = torch.stack([entries[layer].experts_TK.to(batch["input_ids"].device) for layer in rec.layers])
     found: list[list[list[int]]] = chosen_LTK[:, last_tokens(batch)].sort(-1).values.transpose(0, 1).tolist()
     return found
-
-
-def last_tokens(batch: Mapping[str, Tensor]) -> Tensor:
-    """Where each prompt's last token lies among the tokens of the batch, row by row, [B]."""
-    last_B = last_positions(batch)
-    return torch.arange(len(last_B), device=last_B.device) * batch["input_ids"].shape[1] + last_B
 
 
 def _check_numbers(log_probs: list[list[float]], questions: Sequence[Question]) -> None:

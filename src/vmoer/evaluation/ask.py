@@ -14,19 +14,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vmoer.errors import InputError
-from vmoer.evaluation.answers import answer
+from vmoer.evaluation.answers import answer_questions
 from vmoer.evaluation.calibrators import settings
 from vmoer.evaluation.predictions import entropy
 from vmoer.evaluation.threshold import Threshold
 from vmoer.inference.generation import SCORE, Answer, generate
-from vmoer.live.attach import attachment_of, ready
-from vmoer.live.inputs import context_length, seeded
+from vmoer.live.attach import attachment_of
+from vmoer.live.inputs import context_length
 from vmoer.metrics import apply_temperature
 from vmoer.models import Opened
 from vmoer.saved.calibrator import Stored
 from vmoer.tasks import LETTERS, Question
-from vmoer.tasks.batches import padded
-from vmoer.tasks.prompt import encode, letter_ids
+from vmoer.tasks.prompt import encode
 
 
 class Asked(NamedTuple):
@@ -96,6 +95,7 @@ def answer_choice(
     *,
     threshold: Threshold | None = None,
     score: str | None = None,
+    averaging: str | None = None,
     passes: int | None = None,
     seed: int = 0,
 ) -> Asked:
@@ -104,21 +104,19 @@ def answer_choice(
         raise InputError(f"{len(options)} options, and at most {len(LETTERS)} can be asked for")
     file, model, n = threshold.file if threshold else {}, opened.model, len(options)
     stored = opened.calibrator if opened.calibrator and opened.calibrator.kind != "none" else None
-    asked = file.get("averaging") or ("full" if passes else None)
-    averaging: Any
-    averaging, passes = settings(stored, asked, passes or file.get("passes"))
+    how = averaging or file.get("averaging") or ("full" if passes else None)
+    given = passes or (file.get("passes") if how == file.get("averaging") else None)
+    kind: Any
+    kind, passes = settings(stored, how, given)
     if stored is not None:
-        _check_fits(stored, averaging, passes, n, file)
-    (prompt,) = encode(
-        opened.tokenizer, [Question("asked", question, tuple(options), 0, "ask", "ask")], context_length(model)
-    )
-    batch = padded([prompt], next(model.parameters()).device)
-    with ready(model), seeded(str(seed), model):
-        found = answer(model, batch, letter_ids(opened.tokenizer, n), [n], averaging, passes)
-    judged = {name: values[0] for name, values in found.signals.items()}
-    chances = [math.exp(value) for value in found.log_probs[0]]
+        _check_fits(stored, kind, passes, n, file)
+    whole = Question("asked", question, tuple(options), 0, "ask", "ask")
+    (found,) = answer_questions(model, opened.tokenizer, [whole], averaging=kind, passes=passes, seed=seed)
+    (prompt,) = encode(opened.tokenizer, [whole], context_length(model))
+    judged = dict(found.signals)
+    chances = [math.exp(value) for value in found.log_probs]
     if stored is not None:
-        mapped = stored.apply([found.log_probs[0]])
+        mapped = stored.apply([found.log_probs])
         calibrated, own = np.exp(mapped[0]).tolist(), {"predictive_entropy": float(entropy(mapped)[0])}
         if not file or "calibrator" in file:  # a threshold that was chosen on raw answers is held against raw ones
             chances, judged = calibrated, judged | own
@@ -130,7 +128,7 @@ def answer_choice(
     if stored is not None:
         chances = calibrated
     if temperature is not None:
-        chances = np.exp(apply_temperature([found.log_probs[0]], temperature)[0]).tolist()
+        chances = np.exp(apply_temperature([found.log_probs], temperature)[0]).tolist()
     best = max(range(n), key=lambda i: chances[i])
     record: dict[str, Any] = {"text": options[best], "letter": LETTERS[best], "probabilities": chances}
     about = ("kind", "task", "questions", "averaging", "passes")

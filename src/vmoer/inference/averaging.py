@@ -1,10 +1,13 @@
-"""Three ways to average over routing, from one forward pass to M.
+"""Ways to average answers, from one forward pass to M.
 
-    router   one pass; each router averages its own scores (the paper's)
-    full     M passes, each with a routing sample of its own; answers averaged:  p(y) = (1/M) sum_m p(y | routing_m)
-    answer   one pass: the prompt once, its last token M times, each copy with a routing sample of its own
+    router           one pass; each router averages its own scores (the paper's)
+    full             M passes, each with a routing sample of its own; answers averaged:  p(y) = (1/M) sum_m p(y | routing_m)
+    answer           one pass: the prompt once, its last token M times, each copy with a routing sample of its own
+    orders           M passes, each with the question's options in an order of its own; answers mapped back, then averaged
+    orders+routing   the same, and each pass with a routing sample of its own
 
-Averaging inside the router smooths gate weights and hardly moves the answer; averaging answers marginalises them.
+Averaging inside the router smooths gate weights and hardly moves the answer; averaging answers marginalises them. Token ids
+have no options, so the last two are asked of questions (vmoer.evaluation.answers), and `predict` has the first three.
 
 Shapes: M passes, B prompts, V answers (the vocabulary, or the tokens asked for), T columns of the batch.
 """
@@ -25,7 +28,9 @@ from vmoer.live.attach import attached, gates_of, recording, sampled
 from vmoer.live.context import Attachment
 from vmoer.live.inputs import keeps_logits, last_positions
 
-Averaging = Literal["router", "answer", "full"]
+Averaging = Literal["router", "answer", "full", "orders", "orders+routing"]
+OF_TOKENS = ("router", "answer", "full")
+ORDERS = ("orders", "orders+routing")
 _SHARES: "weakref.WeakKeyDictionary[Attachment, bool]" = weakref.WeakKeyDictionary()
 """Whether a model's answers can be averaged in one pass, where it was found out."""
 PLAIN = ("sdpa", "flash_attention_2", "flash_attention_3")  # one function for all models, which does nothing else
@@ -64,8 +69,13 @@ def predict_passes(
 ) -> Tensor:
     """The same for each pass apart, [M, B, V]; M is 1 for "router"."""
     attached(model)
-    if averaging not in ("router", "answer", "full"):
-        raise InputError(f"averaging={averaging!r}: choose one of router, answer, full")
+    if averaging in ORDERS:
+        raise InputError(
+            f"averaging={averaging!r} permutes the options of a question, and token ids have none: "
+            "vmoer.evaluation.answers.answer_questions takes questions"
+        )
+    if averaging not in OF_TOKENS:
+        raise InputError(f"averaging={averaging!r}: choose one of {', '.join(OF_TOKENS)}")
     if passes < 1:
         raise InputError(f"passes={passes} must be at least 1")
     inputs = {k: v for k, v in batch.items() if k not in ("labels", "num_items_in_batch")}
@@ -96,7 +106,7 @@ def mean_log_probs(log_probs_MBV: Tensor) -> Tensor:
 
 
 def mutual_information(log_probs_MBV: Tensor) -> Tensor:
-    """I(answer; routing) = H[mean_m p_m] - mean_m H[p_m], in nats, [B]: how much the passes disagree."""
+    """I(answer; pass) = H[mean_m p_m] - mean_m H[p_m], in nats, [B]: how much the passes disagree, whatever they differ in."""
     mean_BV = mean_log_probs(log_probs_MBV).exp()
     return (torch.special.entr(mean_BV).sum(-1) - torch.special.entr(log_probs_MBV.exp()).sum(-1).mean(0)).clamp_min(0)
 

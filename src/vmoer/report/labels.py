@@ -25,14 +25,16 @@ PARTS = {
     "@paper": "trained by the paper's protocol",
     "+answer": "answers averaged over copies of the last token",
     "+full": "answers averaged over whole passes",
+    "+orders": "answers averaged over orders of the options",
+    "+routing": "each order with a routing sample of its own",
     "+ts": "with one output temperature, fitted on the validation questions of the source task",
     "+cal": "through the run's own calibrator (vmoer calibrate)",
 }
 
 
 def split(label: str) -> list[str]:
-    """ "vglr-fc@paper+ts" as ["vglr-fc", "@paper", "+ts"]."""
-    return re.findall(r"^[^@+]+|[@+][^@+]*", label)
+    """ "vglr-fc@paper+full4+ts" as ["vglr-fc", "@paper", "+full", "+ts"]: how many passes there were is left out."""
+    return re.findall(r"^[^@+]+|@[^@+]+|\+[a-z]+", label)
 
 
 def ordered(labels: Iterable[str]) -> list[str]:

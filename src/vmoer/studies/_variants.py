@@ -6,7 +6,8 @@ map, map-early       stage 1 alone, in its last state and in its best on validat
 mean-only            a trained mean without variance          } the controls without which a gain is
 fixed-noise          untrained noise of fixed size            } credited to the wrong cause
 tuned-noise          the same, its size chosen on validation  }
-vglr-fc+full         predictions averaged over answers rather than in the router (+answer, +full)
+vglr-fc+full         predictions averaged over answers rather than in the router (+answer, +full), or over orders of
+map+orders4          the options (+orders, +orders+routing); with a number over so many passes, else over the study's
 
 Methods and controls that say so (`tempered`) answer validation questions too under the default preset: their rows come a second
 time with an output temperature (+ts), so that what routing adds to plain temperature scaling can be seen.
@@ -18,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ from vmoer.evaluation import predictions
 from vmoer.evaluation.answers import predict_task
 from vmoer.evaluation.scores import Row
 from vmoer.gates import find
+from vmoer.inference.averaging import Averaging
 from vmoer.live.attach import attach, attachment_of
 from vmoer.models import Opened, open_model, skeleton
 from vmoer.routers import Config, Deterministic, controls, method
@@ -42,6 +44,8 @@ from vmoer.training.presets import preset_layers, preset_named
 from vmoer.training.run import PRESETS, STAGE1, Data, Plan, Running, Stages, Workers, train
 
 STATES = ("map", "map-early")
+AVERAGED = tuple(kind for kind in get_args(Averaging) if kind != "router")
+DIGITS = "0123456789"
 
 
 @dataclass(frozen=True)
@@ -108,9 +112,16 @@ def parse(label: str) -> tuple[str, str, str]:
     if key not in (*STATES, *controls()):
         method(key)
     preset_named(preset or "default")
-    if averaging not in ("", "answer", "full"):
-        raise InputError(f"{label}: averaging is +answer or +full")
+    averaging = averaging.rstrip(DIGITS)
+    if averaging not in AVERAGED and "+" in label:
+        raise InputError(f"{label}: averaging is {', '.join(f'+{kind}' for kind in AVERAGED)}")
     return key, preset or "default", averaging or "router"
+
+
+def passes_of(study: Study, label: str) -> int:
+    """How many passes a label's answers take at most."""
+    number = label[len(label.rstrip(DIGITS)) :] if "+" in label else ""
+    return 1 if parse(label)[2] == "router" else int(number or study.passes)
 
 
 def tempered(label: str) -> bool:
@@ -268,7 +279,7 @@ def predict_label(
         method=label,
         seed=seed,
         averaging=averaging,
-        passes=study.passes,
+        passes=passes_of(study, label),
     )
 
 

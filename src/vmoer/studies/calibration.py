@@ -15,12 +15,13 @@ STUDY = "calibration"
 
 
 def labels(study: Study) -> list[str]:
-    """The methods asked for and, for those that draw, each kind of averaging asked for."""
+    """The methods asked for and each kind of averaging asked for; those over routing alone for methods that draw."""
     out = []
     for label in study.methods:
         out.append(label)
-        if parse(label)[2] == "router" and config_of(label).draws:
-            out += [f"{label}+{kind}" for kind in study.averaging if kind != "router"]
+        if parse(label)[2] == "router":
+            kinds = [kind for kind in study.averaging if kind == "orders" or config_of(label).draws]
+            out += [f"{label}+{kind}" for kind in kinds if kind != "router"]
     return list(dict.fromkeys(out))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,10 +28,14 @@ class Question:
     task: str
     split: str
 
-    def shuffled(self, seed: int) -> Question:
-        """The same question with its options permuted, by a function of (seed, id) alone: the same in any subset."""
-        order = sorted(range(len(self.choices)), key=lambda i: digest("options", seed, self.id, i))
-        return replace(self, choices=tuple(self.choices[i] for i in order), answer=order.index(self.answer))
+    def ordered(self, order: Sequence[int]) -> Question:
+        """The same question with its options in another order: by place, which of its own stands there."""
+        return replace(self, choices=tuple(self.choices[i] for i in order), answer=list(order).index(self.answer))
+
+    def shuffled(self, *key: int) -> Question:
+        """The same question with its options permuted, by a function of the key and its id alone: the same in any subset."""
+        order = sorted(range(len(self.choices)), key=lambda i: digest("options", *key, self.id, i))
+        return self.ordered(order)
 
 
 @dataclass(frozen=True)
