@@ -168,7 +168,7 @@ def threshold(folder: Path, base: Path, run: Path) -> Path:
 def environment() -> dict[str, str]:
     """Of a process that runs vLLM without a GPU and without a network."""
     here = Path(__file__).parent
-    path = os.pathsep.join([str(here / "site"), str(here.parent.parent / "src"), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(here / "stand_in"), str(here.parent.parent / "src"), os.environ.get("PYTHONPATH", "")])
     return os.environ | {
         "PYTHONPATH": path.rstrip(os.pathsep),
         "VLLM_CPU_KVCACHE_SPACE": "1",
