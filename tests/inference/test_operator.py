@@ -90,6 +90,32 @@ def test_torch_accepts_it_as_an_operator(config: Config, dtype: torch.dtype) -> 
     assert averaged_TN.data_ptr() != logits_TN.data_ptr()
 
 
+def test_weights_that_are_rounded_once_give_what_those_of_float32_do() -> None:
+    """In bfloat16 an attached router rounds its weights on every call. Oracle: the recorded signals, bit for bit."""
+    model, ids = hosted("granitemoe", CONFIGS[0], torch.bfloat16)
+    with vmoer.record(model, signals="all") as rec, torch.no_grad():
+        model(input_ids=ids)
+    assert {p.dtype for p in routers_of(model)[0].parameters()} == {torch.float32}
+    router = operator._HOSTED["0"].router
+    assert {p.dtype for p in router.parameters()} == {torch.bfloat16}
+    _, signals_TG = torch.ops.vmoer.route(*(x.to(torch.bfloat16) for x in inputs_of(model, ids)[0]), "0")
+    for place, name in enumerate(operator._HOSTED["0"].signals):
+        assert torch.equal(signals_TG[:, place], rec.signals[name][0].reshape(-1)), name
+
+
+def test_signals_on_request() -> None:
+    """Those that were asked for, and none, with the same routing. Oracle: all of them."""
+    u_TD, logits_TN = torch.randn(5, 32), torch.randn(5, 6)
+    hosted("granitemoe", CONFIGS[0])
+    every = operator._HOSTED["0"]
+    averaged_TN, signals_TG = torch.ops.vmoer.route(u_TD, logits_TN, "0")
+    for wanted in ((), ("novelty",)):
+        operator.host("some", every.router, every.weight_ND, torch.float32, wanted)
+        ours_TN, fewer_TG = torch.ops.vmoer.route(u_TD, logits_TN, "some")
+        assert torch.equal(ours_TN, averaged_TN)
+        assert torch.equal(fewer_TG, signals_TG[:, [every.signals.index(name) for name in wanted]])
+
+
 def test_compiled_code_gives_the_same() -> None:
     hosted("granitemoe", CONFIGS[0])
     u_TD, logits_TN = torch.randn(5, 32), torch.randn(5, 6)

@@ -15,12 +15,12 @@ Shapes: T tokens, N experts, D model, G signals.
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vmoer.errors import InputError
 from vmoer.gates import Gate
 from vmoer.gates.rules import Rule, Score, Scoring
-from vmoer.live.recording import Inputs, token_signals
+from vmoer.live.recording import Inputs, Wanted, token_signals
 from vmoer.numerics import kernels
 from vmoer.routers import Call, Config, Router, Routing
 
@@ -32,6 +32,7 @@ class Hosted(NamedTuple):
     weight_ND: Tensor | None
     signals: tuple[str, ...]
     """The columns of the operator's second answer."""
+    wanted: Wanted
 
 
 _HOSTED: dict[str, Hosted] = {}
@@ -53,21 +54,25 @@ def logits_gate(score: Score, experts: int, k: int, hidden_size: int) -> Gate:
     return Gate(scoring, experts, hidden_size, {}, ())
 
 
-def host(name: str, router: Router, weight_ND: Tensor | None, dtype: torch.dtype) -> Hosted:
+def host(name: str, router: Router, weight_ND: Tensor | None, dtype: torch.dtype, wanted: Wanted = "all") -> Hosted:
     """Make a router known to the operator, after one try on states of this dtype.
 
     Args:
         weight_ND: W_r, for methods that need it.
+        wanted: The signals to compute; all that the method has, if nothing is said.
     """
     router.requires_grad_(False).eval()
+    for part in router.modules():
+        if isinstance(part, nn.Linear):
+            part.to(dtype)  # once: at inference its weights are rounded to the states' dtype on every call
     device = router.novelty_root_RD.device
     u_TD = torch.randn(4, router.gate.hidden_size, generator=torch.Generator().manual_seed(0)).to(device, dtype)
     logits_TN = torch.zeros(4, router.gate.num_experts, device=device, dtype=dtype)
     with torch.no_grad():
-        averaged_TN, signals = _answer(router, weight_ND, u_TD, logits_TN)
+        averaged_TN, signals = _answer(router, weight_ND, u_TD, logits_TN, wanted)
     if not all(bool(x.isfinite().all()) for x in (averaged_TN, *signals.values())):
         raise InputError(f"the routing of layer {router.layer} is not finite with these weights")
-    _HOSTED[name] = hosted = Hosted(router, weight_ND, tuple(signals))
+    _HOSTED[name] = hosted = Hosted(router, weight_ND, tuple(signals), wanted)
     return hosted
 
 
@@ -81,8 +86,10 @@ def route(u_TD: Tensor, logits_TN: Tensor, name: str) -> tuple[Tensor, Tensor]:
     """The logits to route by, [T, N] in their own dtype, and the signals, [T, G] in float32."""
     hosted = _HOSTED[name]
     with torch.no_grad():
-        averaged_TN, signals = _answer(hosted.router, hosted.weight_ND, u_TD, logits_TN)
-        return averaged_TN.to(logits_TN.dtype), torch.stack([signals[n].float() for n in hosted.signals], -1)
+        averaged_TN, signals = _answer(hosted.router, hosted.weight_ND, u_TD, logits_TN, hosted.wanted)
+        columns = [signals[name].float() for name in hosted.signals]
+        signals_TG = torch.stack(columns, -1) if columns else u_TD.new_empty((len(u_TD), 0), dtype=torch.float32)
+        return averaged_TN.to(logits_TN.dtype), signals_TG
 
 
 @route.register_fake
@@ -92,12 +99,12 @@ def _(u_TD: Tensor, logits_TN: Tensor, name: str) -> tuple[Tensor, Tensor]:
 
 
 def _answer(
-    router: Router, weight_ND: Tensor | None, u_TD: Tensor, logits_TN: Tensor
+    router: Router, weight_ND: Tensor | None, u_TD: Tensor, logits_TN: Tensor, wanted: Wanted
 ) -> tuple[Tensor, dict[str, Tensor]]:
     wide_TN = logits_TN if router.reads_narrow and kernels.available(logits_TN) else logits_TN.float()
     row_T = torch.arange(len(u_TD), device=u_TD.device)  # fixed points do not depend on it
     routing = router(u_TD, wide_TN, Call(router.layer, row_T, row_T), weight_ND)
     if routing is None:  # the model's own routing; a copy, since an operator's answer is never its input
-        return logits_TN.clone(), token_signals(Inputs(router, u_TD, wide_TN), None, "all")
+        return logits_TN.clone(), token_signals(Inputs(router, u_TD, wide_TN), None, wanted)
     assert isinstance(routing, Routing)
-    return routing.select_TN, token_signals(Inputs(router, u_TD, routing.weight_TN), routing.posterior, "all")
+    return routing.select_TN, token_signals(Inputs(router, u_TD, routing.weight_TN), routing.posterior, wanted)

@@ -29,17 +29,10 @@ from vmoer.routers import Router
 from vmoer.saved.fetch import locate
 from vmoer.saved.store import Saved, fill, read_folder
 from vmoer.saved.weights import router_hash
-from vmoer.serving.rows import SIGNALS, lanes, pack
+from vmoer.serving.rows import SIGNALS, Kept, lanes, pack
 
 FORMAT = "vmoer"
 _log = logging.getLogger("vllm.vmoer")  # below vLLM's own, whose handlers and level it takes
-
-
-class Kept:
-    """The signals of the step under way, [tokens, layers, signals]: one buffer that stays where it is, as CUDA graphs need."""
-
-    def __init__(self, tokens: int, layers: int, device: torch.device) -> None:
-        self.signals_TLG = torch.full((tokens, layers, len(SIGNALS)), torch.nan, device=device)
 
 
 _kept: Kept | None = None  # of the one model that a worker process runs
@@ -165,7 +158,7 @@ def _variational(base: Any) -> Any:
         name, layer, hidden, places = self.vmoer
         averaged_TN, signals_TG = torch.ops.vmoer.route(hidden_states[:, :hidden], router_logits, name)
         if _kept is not None:
-            _kept.signals_TLG[: len(signals_TG), layer].index_copy_(-1, places, signals_TG)
+            _kept.put(layer, places, signals_TG)
         return cast(tuple[Tensor, Tensor], base._maybe_dispatch(self, hidden_states, averaged_TN))
 
     _CLASSES[base] = type(base.__name__, (base,), {"_maybe_dispatch": _maybe_dispatch, "__module__": base.__module__})

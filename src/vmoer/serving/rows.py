@@ -29,6 +29,17 @@ class Rows(NamedTuple):
     """The attached ones."""
 
 
+class Kept:
+    """The signals of the step under way, [tokens, layers, signals]: one buffer that stays where it is, as CUDA graphs need."""
+
+    def __init__(self, tokens: int, layers: int, device: torch.device) -> None:
+        self.signals_TLG = torch.full((tokens, layers, len(SIGNALS)), torch.nan, device=device)
+
+    def put(self, layer: int, places: Tensor, signals_TG: Tensor) -> None:
+        """Keep a layer's signals; `places` says which of the lanes they are."""
+        self.signals_TLG[: len(signals_TG), layer].index_copy_(-1, places, signals_TG)
+
+
 def lanes(itemsize: int) -> int:
     """Numbers of a type of so many bytes that the signals of a layer take."""
     return len(SIGNALS) * 4 // itemsize
