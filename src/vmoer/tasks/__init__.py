@@ -46,6 +46,7 @@ __all__ = [
     "digest",
     "load",
     "names",
+    "read_jsonl",
     "register",
     "subsample",
     "take",
