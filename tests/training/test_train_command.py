@@ -261,7 +261,7 @@ def test_the_papers_share_of_layers(
 
 def test_bad_input_is_one_line(place: tuple[str, str], tmp_path: Path) -> None:
     cases: tuple[tuple[dict[str, Any], str], ...] = (
-        ({"stage2_data": "held-out:2"}, "write train, split:NAME, or held-out:0.2"),
+        ({"stage2_data": "held-out:2"}, "write train, permuted, split:NAME, or held-out:0.2"),
         ({"preset": "papre"}, "unknown preset .*did you mean paper"),
         ({"method": "vglr"}, "unknown method"),
         ({"layers": "7"}, "7"),

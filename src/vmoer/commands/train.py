@@ -25,11 +25,20 @@ def train(
     layers: Annotated[
         str | None, typer.Option(help="all, susceptible:10, first:4, middle:4, last:4, or 0,3,5.")
     ] = None,
-    preset: Annotated[str, typer.Option(help="default, or paper: its protocol, see docs/paper.md.")] = "default",
+    preset: Annotated[
+        str,
+        typer.Option(help="default, permuted, permuted-both; paper: its protocol; printed, printed-best and others."),
+    ] = "default",
     beta: Annotated[float | None, typer.Option(help="Weight of the KL, in place of the preset's.")] = None,
     objective: Annotated[str, typer.Option(help="elbo, or predictive: log of the passes' mean likelihood.")] = "elbo",
     passes: Annotated[int, typer.Option(help="Passes of the predictive objective.")] = 4,
-    stage2_data: Annotated[str | None, typer.Option(help="train, held-out:0.2, or split:NAME.")] = None,
+    stage2_data: Annotated[
+        str | None,
+        typer.Option(help="train, held-out:0.2, split:NAME; permuted: stage 1's, their options in new orders."),
+    ] = None,
+    stage1_orders: Annotated[
+        bool | None, typer.Option(help="Options of stage 1's questions in new orders every epoch.")
+    ] = None,
     noisy_stage1: Annotated[
         bool, typer.Option("--noisy-stage1", help="The router's noise in stage 1 already.")
     ] = False,
@@ -40,6 +49,10 @@ def train(
     stage1_lr: float = 1e-4,
     stage2_epochs: int | None = None,
     stage2_lr: float | None = None,
+    patience: Annotated[
+        int | None, typer.Option(help="Epochs of stage 2 without a better state until it stops.")
+    ] = None,
+    keep: Annotated[str | None, typer.Option(help="Of stage 2: best, trained (not epoch 0), or last.")] = None,
     batch_size: Annotated[int, typer.Option(help="Questions a step, over all processes.")] = 16,
     micro_batch: Annotated[int | None, typer.Option(help="Questions a pass; the rest is accumulated.")] = None,
     recompute: Annotated[
@@ -59,7 +72,7 @@ def train(
     quiet()
     chosen, workers = preset_named(preset), Workers.launched()
     shape: dict[str, Any] = {"batch_size": batch_size, "micro_batch": micro_batch}
-    given: dict[str, Any] = {"epochs": stage2_epochs, "lr": stage2_lr}
+    given: dict[str, Any] = {"epochs": stage2_epochs, "lr": stage2_lr, "keep": keep, "patience": patience}
     stages = Stages(
         stage1=Plan(epochs=stage1_epochs, lr=stage1_lr, **shape),
         stage2=replace(chosen.stage2, **shape, **{k: v for k, v in given.items() if v is not None}),
@@ -84,7 +97,7 @@ def train(
             preset=chosen,
             layers=layers,
             stages=stages,
-            data=Data(root=data_root, limit=limit, stage2=stage2_data),
+            data=Data(root=data_root, limit=limit, stage1_orders=stage1_orders, stage2=stage2_data),
             seed=seed,
             dtype=dtype,
             running=Running(workers=workers, tensorboard=True, **steps),

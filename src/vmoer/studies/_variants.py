@@ -89,7 +89,7 @@ class Study:
 
     def common(self) -> dict[str, Any]:
         """What every cell's key holds besides its own coordinates."""
-        plans = [dataclasses.asdict(plan) for plan in (self.stage1, self.stage2) if plan is not None]
+        plans = [plan.described() for plan in (self.stage1, self.stage2) if plan is not None]
         return {
             "model": self.model,
             "task": self.task,

@@ -65,15 +65,22 @@ def letter_ids(tokenizer: PreTrainedTokenizerBase, n: int) -> list[int]:
     return list(found)
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, questions: Iterable[Question], max_length: int) -> list[list[int]]:
-    """Each question's prompt as token ids. A prompt longer than `max_length`, the model's context, is an error."""
+def encode(
+    tokenizer: PreTrainedTokenizerBase, questions: Iterable[Question], max_length: int, *, keep: bool = True
+) -> list[list[int]]:
+    """Each question's prompt as token ids. A prompt longer than `max_length`, the model's context, is an error.
+
+    `keep` remembers them, for questions that are asked again.
+    """
     form = _form(tokenizer)
     known = _encoded.setdefault(tokenizer, {})
     encoded = []
     for question in questions:
         ids = known.get((form, question))
         if ids is None:
-            ids = known[form, question] = _ids(tokenizer, form, _text(tokenizer, form, question))
+            ids = _ids(tokenizer, form, _text(tokenizer, form, question))
+            if keep:
+                known[form, question] = ids
         if len(ids) > max_length:
             raise InputError(
                 f"question {question.id!r} of {question.task} is {len(ids)} tokens long, "

@@ -1,14 +1,16 @@
 """Questions as token ids, and the order they are trained in.
 
-Prompts are tokenised once. The order of an epoch is a function of (seed, epoch), so that a resumed run continues as if it had
+Prompts are tokenised once, or once an epoch where their options stand in new orders. The order of an epoch is a function of
+(seed, epoch), and that of a question's options of (stage, seed, epoch, question), so that a resumed run continues as if it had
 never stopped. Batches hold prompts of similar length: an epoch's shuffled questions are cut into pools, each pool is sorted by
 length and cut into batches, and the batches are shuffled.
 
 Shapes: B rows, T tokens, C options (letters), U columns whose logits are wanted.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,6 +43,20 @@ class Examples:
     def lengths(self) -> list[int]:
         return [len(prompt) for prompt in self.prompts]
 
+    def at(self, epoch: int) -> "Examples":
+        """What an epoch trains on."""
+        return self
+
+
+@dataclass(frozen=True)
+class Reordered(Examples):
+    """The questions as they are written, and for every epoch with their options in an order of its own."""
+
+    of_epoch: Callable[[int], Examples]
+
+    def at(self, epoch: int) -> Examples:
+        return self.of_epoch(epoch)
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -57,20 +73,42 @@ class Batch:
     letters_C: Tensor
 
 
-def encode_questions(tokenizer: object, questions: Sequence[Question], max_length: int, letters: int = 0) -> Examples:
-    """Tokenise once. `letters` asks for more letters than these questions have options, so that splits agree."""
+def encode_questions(
+    tokenizer: Any,
+    questions: Sequence[Question],
+    max_length: int,
+    letters: int = 0,
+    *,
+    orders: tuple[int, int] | None = None,
+) -> Examples:
+    """Tokenise.
+
+    Args:
+        tokenizer: the model's own.
+        questions: in the order of the rows.
+        max_length: the longest prompt that the model takes.
+        letters: how many there are at least, so that splits whose questions have fewer options agree.
+        orders: a stage and a seed, for options in new orders every epoch.
+    """
     options = [len(question.choices) for question in questions]
-    return Examples(
-        prompts=encode(tokenizer, questions, max_length),  # type: ignore[arg-type]
-        answers=[question.answer for question in questions],
-        options=options,
-        letters=letter_ids(tokenizer, max([letters, *options])),  # type: ignore[arg-type]
-    )
+    answering = letter_ids(tokenizer, max([letters, *options]))
+
+    def encoded(asked: Sequence[Question], keep: bool) -> dict[str, Any]:
+        prompts = encode(tokenizer, asked, max_length, keep=keep)
+        return {"prompts": prompts, "answers": [q.answer for q in asked], "options": options, "letters": answering}
+
+    def of_epoch(epoch: int) -> Examples:
+        assert orders is not None
+        return Examples(**encoded([question.shuffled(*orders, epoch) for question in questions], False))
+
+    if orders is None:
+        return Examples(**encoded(questions, True))
+    return Reordered(**encoded(questions, True), of_epoch=of_epoch)
 
 
 def held_out_share(stage2_data: str) -> float:
-    """0 for "train", s for "held-out:s"; 0 too for "split:name", a split of its own that stage 1 never trains on."""
-    if stage2_data == "train" or stage2_data.startswith("split:"):
+    """0 for "train" and "permuted", s for "held-out:s"; 0 too for "split:name", a split that stage 1 never trains on."""
+    if stage2_data in ("train", "permuted") or stage2_data.startswith("split:"):
         return 0.0
     name, _, share = stage2_data.partition(":")
     try:
@@ -79,7 +117,7 @@ def held_out_share(stage2_data: str) -> float:
         value = -1.0
     if name != "held-out" or not 0 < value < 1:
         raise InputError(
-            f"stage2_data={stage2_data!r}: write train, split:NAME, or held-out:0.2 with a share between 0 and 1"
+            f"stage2_data={stage2_data!r}: write train, permuted, split:NAME, or held-out:0.2 with a share between 0 and 1"
         )
     return value
 

@@ -63,7 +63,7 @@ class Stage:
     """What is particular to a stage, besides its data and its plan.
 
     Args:
-        number: 1 or 2. In stage 2 the untrained state is a candidate for the best too.
+        number: 1 or 2. In stage 2 the untrained state is a candidate for the best too (`Plan.keep`).
         folder: where the state is kept; if it is there already, the run goes on from it.
         settings: what the state was made with; a folder that was begun with others is refused.
         passes: passes of a step, and of validation, whose likelihoods are averaged.
@@ -130,7 +130,8 @@ class _Loop:
         state, log, workers, seed = self.state, self.log, self.running.workers, self.stage.seed
         epoch = state.step // self.per_epoch
         self.model.train(self.stage.dropout)
-        batches = epoch_batches(self.train.lengths, self.plan.batch_size, seed, epoch)
+        self.steps.train = train = self.train.at(epoch)
+        batches = epoch_batches(train.lengths, self.plan.batch_size, seed, epoch)
         for rows in batches[state.step % self.per_epoch :]:
             lr = learning_rate(self.plan, state.step, self.total, hold=bool(self.stage.snapshots))
             torch.manual_seed((seed * 1_000_003 + state.step) * workers.size + workers.rank)  # the model's own dropout
@@ -165,7 +166,8 @@ class _Loop:
         self.log.write({"stage": stage.number, **row})
         if epoch > 0 and stage.number == 2:
             self.log.check_memorised(row)
-        if nll < state.best_nll and (epoch > 0 or (stage.number == 2 and not stage.snapshots)):
+        untrained = stage.number == 2 and not stage.snapshots and self.plan.keep == "best"
+        if nll < state.best_nll and (epoch > 0 or untrained):
             state.best_nll, state.best_epoch, state.since_best = nll, epoch, 0
             self.best = checkpoint.state_of(self.steps.trainable, self.model)
         elif epoch > 0:

@@ -1,22 +1,28 @@
 """How a stage is optimised, and how it runs."""
 
+import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
 
 from vmoer.errors import InputError
 from vmoer.training.workers import Workers
 
+Keep = Literal["best", "trained", "last"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How a stage is optimised.
+    """How a stage is optimised, and which of its states is kept.
 
     Args:
         warmup: the share of steps in which the learning rate rises.
         batch_size: rows of a step, over accumulation steps and processes.
         micro_batch: rows of one forward pass; by default all that a process has of the step.
         patience: stop after so many epochs without a better validation NLL; None never stops early.
+        keep: of stage 2, the state that is "best" on validation, the untrained one included; the best that was "trained" for
+            at least an epoch; or the "last". A method with snapshots keeps its last.
     """
 
     epochs: int
@@ -27,10 +33,18 @@ class Plan:
     patience: int | None = None
     max_grad_norm: float = 1.0
     weight_decay: float = 0.0
+    keep: Keep = "best"
 
     def __post_init__(self) -> None:
+        if self.keep not in get_args(Keep):
+            raise InputError(f"keep={self.keep!r}: choose one of {', '.join(get_args(Keep))}")
         if self.epochs < 0 or self.batch_size < 1 or not self.lr > 0 or not 0 <= self.warmup < 1:
             raise InputError(f"this plan cannot be run: {self}")
+
+    def described(self) -> dict[str, Any]:
+        """As files say it. What is kept is said where it is not the best, which older files do not name."""
+        said = dataclasses.asdict(self)
+        return said if self.keep != "best" else {name: value for name, value in said.items() if name != "keep"}
 
 
 @dataclass(frozen=True, kw_only=True)

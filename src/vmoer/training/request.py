@@ -51,7 +51,9 @@ class Data:
         root: the folder of local data sets.
         seed: of the splits.
         limit: at most this many training questions.
-        stage2: `train`, `held-out:0.2` or `split:NAME`; the preset's by default.
+        stage1_orders: options of stage 1's questions in new orders every epoch; the preset's by default.
+        stage2: `train`, `permuted`, `held-out:0.2` or `split:NAME`; the preset's by default. `permuted` are stage 1's own
+            questions, their options in new orders every epoch.
         half_validation: whether stopping and choosing see one half of validation (training.data.halves), so that runs can be
             compared on the other.
     """
@@ -59,6 +61,7 @@ class Data:
     root: str | Path | None = None
     seed: int = 0
     limit: int | None = None
+    stage1_orders: bool | None = None
     stage2: str | None = None
     half_validation: bool = False
 
@@ -104,6 +107,10 @@ class Request:
         return self.data.stage2 or self.preset.stage2_data
 
     @property
+    def stage1_orders(self) -> bool:
+        return self.preset.stage1_orders if self.data.stage1_orders is None else self.data.stage1_orders
+
+    @property
     def source(self) -> Path:
         """The run that stage 1 is taken from."""
         return self.out if self.stages.from_map is None else Path(self.stages.from_map)
@@ -115,12 +122,13 @@ class Request:
             "limit": self.data.limit,
             "paper_splits": self.preset.paper_splits,
             "held_out": held_out_share(self.stage2_data),
+            "stage1_orders": self.stage1_orders or None,  # older files do not name it
         }
 
     def about_stage1(self) -> dict[str, Any]:
         noise = self.config.to_dict() | {"layers": self.layers or self.config.layers}
         return {
-            "plan": dataclasses.asdict(self.stages.stage1),
+            "plan": self.stages.stage1.described(),
             "rank": self.stages.rank,
             "seed": self.seed,
             **self.about_data(),
@@ -130,7 +138,7 @@ class Request:
     def about_stage2(self) -> dict[str, Any]:
         stages = self.stages
         return {
-            "plan": dataclasses.asdict(self.plan),
+            "plan": self.plan.described(),
             "objective": stages.objective,
             "search": stages.search,
             "passes": stages.passes if stages.objective == "predictive" else 1,

@@ -123,7 +123,7 @@ class _Questions(NamedTuple):
     known: list[tasks.Question]
     """What stage 1 trains on."""
     unseen: list[tasks.Question]
-    """What stage 2 trains on."""
+    """What stage 2 trains on: other questions, or the same."""
     validation: list[tasks.Question]
 
 
@@ -159,7 +159,8 @@ def _first_stage(run: Request, questions: _Questions, running: Running) -> None:
         return
     device = running.workers.device
     opened = open_model(run.model, device=device, dtype=run.dtype)
-    examples = _encode(opened.model, opened.tokenizer, questions.known, questions.validation)
+    orders = (1, run.seed) if run.stage1_orders else None
+    examples = _encode(opened.model, opened.tokenizer, questions.known, questions.validation, orders)
     noise = None
     if run.stages.noisy_stage1:
         noise = _with_layers(opened.model, run.config, run.layers, examples[0], device)
@@ -226,7 +227,8 @@ def _second_stage(run: Request, questions: _Questions, running: Running) -> None
     detach(opened.model)
     if hasattr(opened.model, "merge_adapter"):
         opened.model.merge_adapter()  # frozen from here on: one addition now, not one in every pass
-    fresh, valid = _encode(opened.model, opened.tokenizer, questions.unseen, questions.validation)
+    orders = (2, run.seed) if run.stage2_data == "permuted" else None
+    fresh, valid = _encode(opened.model, opened.tokenizer, questions.unseen, questions.validation, orders)
     config = _with_layers(opened.model, run.config, run.layers, fresh, workers.device)
     how: dict[str, Any] = {"objective": stages.objective, "passes": stages.passes, "plan": run.plan, "seed": run.seed}
     how |= {"settings": settings, "running": running}
@@ -259,7 +261,8 @@ def _whole_copy(run: Request, config: Config, outcome: StageOutcome | None) -> n
     whole = detach(open_model(run.source / run.stages.map_state, device="cpu", dtype=run.dtype).model)
     attach(whole, config)
     if outcome:
-        checkpoint.restore(outcome.best, {n: p for n, p in whole.named_parameters() if p.requires_grad}, whole)
+        kept = outcome.last if run.plan.keep == "last" else outcome.best
+        checkpoint.restore(kept, {n: p for n, p in whole.named_parameters() if p.requires_grad}, whole)
     return whole
 
 
@@ -292,11 +295,14 @@ def _save(model: nn.Module, folder: Path, run: dict[str, Any], workers: Workers)
 
 
 def _encode(
-    model: Any, tokenizer: Any, train: Sequence[tasks.Question], valid: Sequence[tasks.Question]
+    model: Any,
+    tokenizer: Any,
+    train: Sequence[tasks.Question],
+    valid: Sequence[tasks.Question],
+    orders: tuple[int, int] | None = None,
 ) -> tuple[Examples, Examples]:
-    longest = context_length(model)
-    letters = max(len(question.choices) for question in (*train, *valid))
-    return encode_questions(tokenizer, train, longest, letters), encode_questions(tokenizer, valid, longest, letters)
+    how = context_length(model), max(len(question.choices) for question in (*train, *valid))
+    return encode_questions(tokenizer, train, *how, orders=orders), encode_questions(tokenizer, valid, *how)
 
 
 def _with_layers(model: Any, config: Config, layers: str | None, examples: Examples, device: torch.device) -> Config:

@@ -52,7 +52,7 @@ def stage1(
     if running.recompute:
         tuned.gradient_checkpointing_enable({"use_reentrant": False})
     with folded_quickly(tuned):
-        here = {"plan": dataclasses.asdict(plan), "rank": rank, "seed": seed, **(settings or {})}
+        here = {"plan": plan.described(), "rank": rank, "seed": seed, **(settings or {})}
         stage = Stage(number=1, folder=Path(folder), settings=here, seed=seed, dropout=True)
         outcome = optimise(tuned, train, valid, plan, stage, running)
     if running.recompute:
@@ -88,7 +88,7 @@ def stage2(
     if config.snapshots and running.workers.sharded:
         raise InputError(f"{config.key} keeps its snapshots whole: it does not train under FSDP2")
     passes = passes if objective == "predictive" else 1
-    here = {"method": config.to_dict(), "plan": dataclasses.asdict(plan), "objective": objective, "passes": passes}
+    here = {"method": config.to_dict(), "plan": plan.described(), "objective": objective, "passes": passes}
     stage = Stage(
         number=2,
         folder=Path(folder),
@@ -99,7 +99,7 @@ def stage2(
     )
     outcome = optimise(running.workers.prepare(model), train, valid, plan, stage, running)
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    checkpoint.restore(outcome.last if config.snapshots else outcome.best, trainable, model)
+    checkpoint.restore(outcome.last if config.snapshots or plan.keep == "last" else outcome.best, trainable, model)
     return outcome
 
 

@@ -206,7 +206,7 @@ class Telemetry:
         train, valid = row["train_nll"], row["validation_nll"]
         if train is not None and train < 0.5 * valid and valid - train > 0.1:
             message = f"the training loss ({train:.3f}) is far below the validation loss ({valid:.3f})"
-            remedy = "the model has memorised these answers: train stage 2 on stage2_data='held-out:0.2'"
+            remedy = "the model has memorised these answers: train stage 2 on stage2_data='permuted' or 'held-out:0.2'"
             self.warn("memorised", row, f"{message}; {remedy}")
 
     def warn(self, name: str, row: dict[str, Any], message: str) -> None:
