@@ -104,7 +104,7 @@ def test_every_shell_line_is_one_that_would_be_accepted() -> None:
     from vmoer.live.brittleness import parse_layers
     from vmoer.routers import method
     from vmoer.studies import STUDIES
-    from vmoer.studies._variants import parse
+    from vmoer.studies._labels import parse
     from vmoer.training.presets import preset_named
 
     known = commands()

@@ -17,7 +17,8 @@ from vmoer.evaluation.answers import predict_task
 from vmoer.evaluation.scores import Row
 from vmoer.studies import Cell, Study, brittleness, calibration, factors, layer_count, layer_placement, stability
 from vmoer.studies._grid import COORDINATES, compute
-from vmoer.studies._variants import STATES, first_stage, moe_layers, parse, prepare
+from vmoer.studies._labels import STATES, parse
+from vmoer.studies._variants import first_stage, moe_layers, prepare
 from vmoer.training.run import PRESETS, Plan
 
 warnings.filterwarnings("ignore", message=".*the paper takes")  # smaller sets than the paper's: the README says so

@@ -19,6 +19,7 @@ from vmoer.live.attach import routers_of
 from vmoer.saved import fetch
 from vmoer.saved.calibrator import Stored, of
 from vmoer.saved.store import Saved, put_on, read_folder, read_run, with_adapter
+from vmoer.tasks.prompt import ask_with
 
 KEEP_MODELS = int(os.environ.get("VMOER_KEEP_MODELS", "0"))
 """How many opened models, adapters included, this process keeps in memory: a study opens a few of them again and again.
@@ -61,11 +62,13 @@ def open_model(
     if dtype is None:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model, tokenizer = _with_adapter(base, revision, device, dtype, saved)
+    run = saved.run if saved else None
+    ask_with(tokenizer, (run or {}).get("system_prompt"))  # always: a kept tokenizer may have another run's
     if saved:
         model = put_on(model, saved).eval()
         for router in routers_of(model).values():
             router.requires_grad_(False)
-    return Opened(model, tokenizer, base, saved.run if saved else None, of(saved) if saved else None)
+    return Opened(model, tokenizer, base, run, of(saved) if saved else None)
 
 
 def _with_adapter(

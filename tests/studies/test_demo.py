@@ -13,7 +13,7 @@ from vmoer.cli import run
 from vmoer.errors import InputError
 from vmoer.report import read, report
 from vmoer.studies import Study, _variants, grid, run_study
-from vmoer.studies._variants import parse
+from vmoer.studies._labels import parse
 from vmoer.training.run import Plan
 
 

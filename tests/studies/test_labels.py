@@ -1,13 +1,19 @@
 """Names of methods in studies. Oracles: what the docs say each name means, written out."""
 
+import json
 from pathlib import Path
 
 import pytest
+from train_workers import world
 
+from vmoer import tasks
 from vmoer.errors import InputError
+from vmoer.files import digest
 from vmoer.report.labels import split
 from vmoer.studies import Study, calibration
-from vmoer.studies._variants import parse, passes_of
+from vmoer.studies._labels import member_of, parse, passes_of, stage1_label
+from vmoer.studies._variants import prepare
+from vmoer.training.run import Plan
 
 STUDY = Study("demo", "demo", Path("out"), methods=("map", "vglr-mf", "map+orders4"), averaging=("router", "orders"))
 
@@ -24,7 +30,7 @@ STUDY = Study("demo", "demo", Path("out"), methods=("map", "vglr-mf", "map+order
 )
 def test_a_label_says_method_preset_averaging_and_passes(label: str, parts: tuple[str, ...], passes: int) -> None:
     assert parse(label) == parts
-    assert passes_of(STUDY, label) == passes
+    assert passes_of(label, STUDY.passes) == passes
 
 
 @pytest.mark.parametrize("label", ["map+order", "map+routing", "map+4", "mip+orders", "map@papers+orders"])
@@ -41,3 +47,47 @@ def test_orders_are_for_every_method_and_routing_for_those_that_draw() -> None:
 
 def test_the_legend_knows_the_parts_of_a_label() -> None:
     assert split("vglr-mf@paper+orders+routing8+ts") == ["vglr-mf", "@paper", "+orders", "+routing", "+ts"]
+
+
+@pytest.mark.parametrize(
+    ("label", "parsed", "starts_from", "member"),
+    [
+        ("map-all", ("map", "permuted", "router"), "map-all", 0),
+        ("map-all.2+orders", ("map", "permuted", "orders"), "map-all.2", 2),
+        ("vglr-mf@permuted", ("vglr-mf", "permuted", "router"), "map-all", 0),
+        ("vglr-mf@permuted-both", ("vglr-mf", "permuted-both", "router"), "map@permuted-both", 0),
+        ("vglr-fc@printed-fast", ("vglr-fc", "printed-fast", "router"), "map@printed", 0),
+        ("vglr-fc", ("vglr-fc", "default", "router"), "map", 0),
+        ("vglr-fc@paper", ("vglr-fc", "paper", "router"), "map@paper", 0),
+    ],
+)
+def test_labels_share_the_map_model_they_start_from(
+    label: str, parsed: tuple[str, ...], starts_from: str, member: int
+) -> None:
+    assert parse(label) == parsed
+    assert stage1_label(label) == starts_from
+    assert member_of(label) == member
+
+
+def test_every_label_of_a_comparison_saw_the_same_questions(tmp_path: Path) -> None:
+    """Oracle: ids of the files. Labels at equal data say the same digest; the default's MAP has seen a fifth less in training."""
+    model, data = world.save(tmp_path, n=40)
+    plan = Plan(epochs=1, lr=1e-3)
+    study = Study(model, "sciq", tmp_path / "out", data_root=data, stage1=plan, stage2=plan, vary_data=True)
+    said = {}
+    for label in ("map-all", "map-all.1", "vglr-mf@permuted", "map@permuted-both"):
+        for seed in (0, 1):
+            prepare(study, label, seed)
+            folder = next((tmp_path / "out" / "runs").glob(f"{label}-s{seed}"))
+            said[label, seed] = run = json.loads((folder / "run.json").read_text())
+            mine = {q.id: q for split in ("train", "validation") for q in study.questions("sciq", split, seed)}
+            published = tasks.load("sciq", "train", data_root=data) + tasks.load("sciq", "validation", data_root=data)
+            assert set(mine) == {q.id for q in published}
+            assert run["seen"] == {"training": 40, "validation": 24, "questions": digest({"ids": sorted(mine)})}
+    assert len({run["seen"]["questions"] for run in said.values()}) == 1
+    cuts = [{q.id for q in study.questions("sciq", "validation", seed)} for seed in (0, 1)]
+    assert cuts[0] != cuts[1]
+    assert [q.id for q in study.questions("sciq", "test", 0)] == [q.id for q in study.questions("sciq", "test", 1)]
+    for seed in (0, 1):
+        seeds = {label: run["seed"] for (label, of), run in said.items() if of == seed}
+        assert seeds == dict.fromkeys(seeds, seed) | {"map-all.1": 1000 + seed}

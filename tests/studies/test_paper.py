@@ -18,7 +18,7 @@ from vmoer.errors import InputError
 from vmoer.report import paper as tables
 from vmoer.report.rows import only, paper_models
 from vmoer.studies import Study, _paper_cost, _variants, paper
-from vmoer.studies._variants import with_preset
+from vmoer.studies._labels import with_preset
 from vmoer.training import presets
 from vmoer.training.plan import Plan
 

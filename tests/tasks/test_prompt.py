@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_letters import tiny_tokenizer
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from vmoer.errors import InputError
 from vmoer.tasks import LETTERS, Question, load
-from vmoer.tasks.prompt import SYSTEM, encode, letter_ids, prompt
+from vmoer.tasks.prompt import SYSTEM, ask_with, encode, letter_ids, prompt
 
 SPECIAL = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "[INST]", "[/INST]", "<|channel|>", "<|message|>"]
 TURN = "<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
@@ -232,3 +233,23 @@ def test_a_models_nominal_length_does_not_cut_the_prompt() -> None:
     tokenizer.model_max_length = 8
     (ids,) = encode(tokenizer, [QUESTION], 10_000)
     assert tokenizer.decode(ids) == prompt(tokenizer, QUESTION)
+
+
+@pytest.mark.parametrize(
+    "template", [None, "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant]"]
+)
+def test_another_system_line_takes_the_place_of_ours(template: str | None) -> None:
+    """Oracle: our own prompt with the line replaced as text; and back again."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    question = Question("q", "Which?", ("a", "b"), 0, "t", "test")
+    ours = prompt(tokenizer, question)
+    assert SYSTEM in ours
+    ids = encode(tokenizer, [question], 500)
+    ask_with(tokenizer, " You answer. ")
+    assert prompt(tokenizer, question) == ours.replace(SYSTEM, "You answer.")
+    assert encode(tokenizer, [question], 500) != ids  # not what was remembered
+    ask_with(tokenizer, None)
+    assert encode(tokenizer, [question], 500) == ids
+    with pytest.raises(InputError, match="system prompt is empty"):
+        ask_with(tokenizer, " ")

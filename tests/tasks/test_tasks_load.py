@@ -215,3 +215,32 @@ def test_a_new_data_set_is_one_registration(tmp_path: Path, monkeypatch: pytest.
     register(task)  # the same again is no conflict
     with pytest.raises(ValueError, match="already registered"):
         register(Task("mine", Hub("x/y", lambda row, split, index: row)))
+
+
+def test_train_and_validation_are_cut_anew(tmp_path: Path) -> None:
+    """Oracle: set arithmetic. Sizes and test stay; a task whose test is cut by the seed is refused."""
+    folder = tmp_path / "sciq"
+    folder.mkdir()
+    for split, n in (("train", 30), ("validation", 10), ("test", 5)):
+        rows = [
+            {"id": f"{split}{i}", "question": f"{split} {i}?", "choices": ["a", "b"], "answer": 0} for i in range(n)
+        ]
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    cuts = []
+    for seed in (0, 1):
+        train, valid = (
+            load("sciq", split, data_root=tmp_path, seed=seed, recut=True) for split in ("train", "validation")
+        )
+        assert (len(train), len(valid)) == (30, 10)
+        assert len({q.id for q in (*train, *valid)}) == 40
+        assert {q.split for q in train} == {"train"}
+        cuts.append({q.id for q in valid})
+    assert cuts[0] != cuts[1]
+    assert {q.id for q in load("sciq", "test", data_root=tmp_path, seed=1, recut=True)} == {
+        f"test{i}" for i in range(5)
+    }
+    (tmp_path / "medmcqa").mkdir()
+    many = [{"id": f"{i}", "question": f"{i}?", "choices": ["a", "b"], "answer": 0} for i in range(3200)]
+    (tmp_path / "medmcqa" / "validation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in many))
+    with pytest.raises(InputError, match="cannot be cut anew"):
+        load("medmcqa", "train", data_root=tmp_path, recut=True)

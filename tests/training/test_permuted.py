@@ -161,3 +161,14 @@ def test_which_state_is_kept(keep: Any, place: tuple[str, str], tmp_path: Path) 
     opened = open_model(tmp_path, device="cpu")
     valid = encode_questions(opened.tokenizer, tasks.load("sciq", "validation", data_root=place[1]), 128)
     assert validation_nll(opened.model, valid, Workers()) == pytest.approx(wanted[keep], abs=1e-5)
+
+
+def test_a_run_asks_with_the_system_prompt_it_was_trained_with(place: tuple[str, str], tmp_path: Path) -> None:
+    """Oracle: the prompt of whoever opens the run, or its stage 1, and that of the base model."""
+    go(place, tmp_path, system_prompt="Say a letter.")
+    question = QUESTIONS[0]
+    for name, theirs in ((tmp_path, True), (tmp_path / "map", True), (place[0], False)):
+        opened = open_model(name, device="cpu")
+        assert prompt(opened.tokenizer, question).startswith("Say a letter.") == theirs
+    with pytest.raises(InputError, match="system_prompt"):
+        go(place, tmp_path)

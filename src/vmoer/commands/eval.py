@@ -30,6 +30,7 @@ from vmoer.report import summaries
 from vmoer.report.verdict import verdict
 from vmoer.saved.calibrator import Stored
 from vmoer.tasks import Question, load
+from vmoer.tasks.prompt import ask_with
 
 
 def eval_(
@@ -53,6 +54,9 @@ def eval_(
     device: Device = None,
     dtype: Dtype = None,
     routing: Annotated[bool, typer.Option("--routing", help="Write routing.parquet: the experts selected.")] = False,
+    system_prompt: Annotated[
+        str | None, typer.Option(help="In place of our own; a run has the one that it was trained with.")
+    ] = None,
     no_calibrator: NoCalibrator = False,
     as_json: Json = False,
 ) -> None:
@@ -65,6 +69,8 @@ def eval_(
     questions = _questions(task, split, [name for name in ood.split(",") if name], asked)
     check_device(device)
     opened = open_model(run_or_model, device=device, dtype=dtype)
+    if system_prompt is not None:
+        ask_with(opened.tokenizer, system_prompt)
     run = opened.run or {}
     said: dict[str, Any] = {"name": opened.name, "method": run.get("method")}
     said |= {"seed": run.get("seed", 0) if seed is None else seed}

@@ -13,7 +13,7 @@ from vmoer.errors import InputError, RunError
 from vmoer.files import locked
 from vmoer.studies import Cell, Study, _paper_cost, check_backend, grid, paper, run_study
 from vmoer.studies._estimate import expected, sentence
-from vmoer.studies._variants import with_preset
+from vmoer.studies._labels import with_preset
 from vmoer.studies.demo import EMBEDDED, FULL
 from vmoer.training.presets import PAPER, preset_layers, preset_named
 

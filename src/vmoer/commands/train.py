@@ -62,6 +62,9 @@ def train(
     skip_nonfinite: Annotated[
         bool, typer.Option("--skip-nonfinite", help="Pass over such steps and count them.")
     ] = False,
+    system_prompt: Annotated[
+        str | None, typer.Option(help="In place of our own; whatever opens the run asks with it too.")
+    ] = None,
     seed: int = 0,
     data_root: DataRoot = None,
     limit: Annotated[int | None, typer.Option(help="At most this many training questions.")] = None,
@@ -97,7 +100,13 @@ def train(
             preset=chosen,
             layers=layers,
             stages=stages,
-            data=Data(root=data_root, limit=limit, stage1_orders=stage1_orders, stage2=stage2_data),
+            data=Data(
+                root=data_root,
+                limit=limit,
+                stage1_orders=stage1_orders,
+                stage2=stage2_data,
+                system_prompt=system_prompt,
+            ),
             seed=seed,
             dtype=dtype,
             running=Running(workers=workers, tensorboard=True, **steps),

@@ -11,7 +11,8 @@ from vmoer.live.attach import attach, attached, detach
 from vmoer.live.brittleness import brittleness
 from vmoer.routers import Deterministic
 from vmoer.studies._grid import row
-from vmoer.studies._variants import Study, alone, batches, config_of, parse, prepare, read_answers
+from vmoer.studies._labels import config_of, parse
+from vmoer.studies._variants import Study, alone, batches, prepare, read_answers
 from vmoer.training.presets import PRESETS, preset_layers
 
 GAMMA, QUESTIONS = 0.005, 100

@@ -23,7 +23,8 @@ from vmoer.models import Opened, random_model, skeleton
 from vmoer.saved import manifest
 from vmoer.studies import calibration
 from vmoer.studies._grid import COORDINATES, Cell
-from vmoer.studies._variants import Study, batches, config_of, parse, searches
+from vmoer.studies._labels import config_of, parse
+from vmoer.studies._variants import Study, batches, searches
 from vmoer.training.data import held_out_share
 from vmoer.training.presets import PRESETS
 

@@ -14,7 +14,8 @@ from vmoer.report.rows import paper_models
 from vmoer.studies import brittleness, paper, stability
 from vmoer.studies._ablation import QUESTIONS as ABLATION_PROMPTS
 from vmoer.studies._grid import Cell
-from vmoer.studies._variants import Study, config_of, moe_layers
+from vmoer.studies._labels import config_of
+from vmoer.studies._variants import Study, moe_layers
 from vmoer.studies.temperature_sweep import TEMPERATURES
 from vmoer.training.presets import PAPER, STAGE1
 

@@ -1,17 +1,4 @@
-"""What stands in a study's rows: a method as it was trained, by name.
-
-vglr-fc              a method key, with the default preset
-vglr-fc@paper        the same with the paper's protocol
-map, map-early       stage 1 alone, in its last state and in its best on validation
-mean-only            a trained mean without variance          } the controls without which a gain is
-fixed-noise          untrained noise of fixed size            } credited to the wrong cause
-tuned-noise          the same, its size chosen on validation  }
-vglr-fc+full         predictions averaged over answers rather than in the router (+answer, +full), or over orders of
-map+orders4          the options (+orders, +orders+routing); with a number over so many passes, else over the study's
-
-Methods and controls that say so (`tempered`) answer validation questions too under the default preset: their rows come a second
-time with an output temperature (+ts), so that what routing adds to plain temperature scaling can be seen.
-"""
+"""A study's models: trained by label where they are not there yet, opened, and asked."""
 
 import dataclasses
 import json
@@ -19,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,21 +18,27 @@ from vmoer.evaluation import predictions
 from vmoer.evaluation.answers import predict_task
 from vmoer.evaluation.scores import Row
 from vmoer.gates import find
-from vmoer.inference.averaging import Averaging
 from vmoer.live.attach import attach, attachment_of
 from vmoer.models import Opened, open_model, skeleton
-from vmoer.routers import Config, Deterministic, controls, method
+from vmoer.routers import Config, Deterministic, controls
 from vmoer.saved import manifest
 from vmoer.saved.store import read_run
 from vmoer.studies._grid import Cell
+from vmoer.studies._labels import (
+    OTHER,
+    STATES,
+    config_of,
+    member_of,
+    parse,
+    passes_of,
+    stage1_label,
+    tempered,
+    with_preset,
+)
 from vmoer.tasks.batches import padded
 from vmoer.tasks.prompt import encode
-from vmoer.training.presets import preset_layers, preset_named
+from vmoer.training.presets import preset_layers
 from vmoer.training.run import PRESETS, STAGE1, Data, Plan, Running, Stages, Workers, train
-
-STATES = ("map", "map-early")
-AVERAGED = tuple(kind for kind in get_args(Averaging) if kind != "router")
-DIGITS = "0123456789"
 
 
 @dataclass(frozen=True)
@@ -74,18 +67,26 @@ class Study:
     device: str | None = None
     dtype: str | None = None
     skip_nonfinite: bool = False
+    vary_data: bool = False
+    """Whether each seed has a split into train and validation of its own (tasks.load, recut)."""
+    system_prompt: str | None = None
+    """What labels of the printed protocol are asked with, in place of our own."""
 
-    def questions(self, task: str, split: str) -> list[tasks.Question]:
-        paper = PRESETS[self.preset].paper_splits
-        return tasks.load(task, split, data_root=self.data_root, limit=self.limit, paper_splits=paper)
+    def questions(self, task: str, split: str, seed: int = 0) -> list[tasks.Question]:
+        """The seed decides the split where `vary_data` says so; test is the same for all."""
+        how: dict[str, Any] = {"data_root": self.data_root, "limit": self.limit}
+        if self.vary_data and split != "test":
+            return tasks.load(task, split, seed=seed, recut=True, **how)
+        return tasks.load(task, split, paper_splits=PRESETS[self.preset].paper_splits, **how)
 
     def label(self, key: str) -> str:
         """A method, state or control under the study's preset."""
         return with_preset(key, self.preset)
 
-    def data(self, stage2: str | None) -> Data:
+    def data(self, stage2: str | None, seed: int = 0) -> Data:
         """What its runs are trained on, `stage2` being stage 2's part."""
-        return Data(root=self.data_root, limit=self.limit, stage2=stage2)
+        cut: dict[str, Any] = {"seed": seed, "recut": True} if self.vary_data else {}
+        return Data(root=self.data_root, limit=self.limit, stage2=stage2, **cut)
 
     def common(self) -> dict[str, Any]:
         """What every cell's key holds besides its own coordinates."""
@@ -96,48 +97,13 @@ class Study:
             "limit": self.limit,
             "plans": json.dumps(plans),
             "data": self.stage2_data,
-        } | ({} if self.preset == "default" else {"preset": self.preset})
+        } | self._rarely()
 
-
-def with_preset(label: str, preset: str) -> str:
-    """The label under a preset, unless it names one itself."""
-    head, plus, averaging = label.partition("+")
-    return label if preset == "default" or "@" in head else f"{head}@{preset}{plus}{averaging}"
-
-
-def parse(label: str) -> tuple[str, str, str]:
-    """A label's method, preset and averaging."""
-    head, _, averaging = label.partition("+")
-    key, _, preset = head.partition("@")
-    if key not in (*STATES, *controls()):
-        method(key)
-    preset_named(preset or "default")
-    averaging = averaging.rstrip(DIGITS)
-    if averaging not in AVERAGED and "+" in label:
-        raise InputError(f"{label}: averaging is {', '.join(f'+{kind}' for kind in AVERAGED)}")
-    return key, preset or "default", averaging or "router"
-
-
-def passes_of(study: Study, label: str) -> int:
-    """How many passes a label's answers take at most."""
-    number = label[len(label.rstrip(DIGITS)) :] if "+" in label else ""
-    return 1 if parse(label)[2] == "router" else int(number or study.passes)
-
-
-def tempered(label: str) -> bool:
-    """Whether validation questions are answered too, which an output temperature is fitted on."""
-    key, preset, averaging = parse(label)
-    if preset != "default" or averaging == "answer" or key == "map-early":
-        return False
-    return controls()[key].tempered if key in controls() else method(key).tempered
-
-
-def config_of(label: str, **changes: Any) -> Config:
-    """The configuration a label is trained with, before validation or another study chooses any of it."""
-    key, preset, _ = parse(label)
-    if key in controls():
-        return dataclasses.replace(controls()[key].config, **changes)
-    return PRESETS[preset].config("map" if key in STATES else key, **changes)
+    def _rarely(self) -> dict[str, Any]:
+        """What is in a key only where it is set: cells from before have no such entry."""
+        found = {"preset": self.preset, "vary_data": self.vary_data, "system_prompt": self.system_prompt}
+        usual = {"preset": "default", "vary_data": False, "system_prompt": None}
+        return {name: value for name, value in found.items() if value != usual[name]}
 
 
 def searches(study: Study, label: str) -> bool:
@@ -150,11 +116,11 @@ def searches(study: Study, label: str) -> bool:
 
 def prepare(study: Study, label: str, seed: int, *, layers: str | None = None) -> Opened:
     """The model of a label, trained where it is not yet, opened for evaluation."""
-    key, preset, _ = parse(label)
-    source = _source(study, seed, preset)
+    key, _, _ = parse(label)
+    source = _source(study, label, seed)
     embedded = study.stage1.epochs == 0
     if not (embedded and key in STATES):
-        _first_stage(study, seed, preset)
+        _first_stage(study, label, seed)
     if key in STATES:
         name: str | Path = source if key == "map" else source / key  # the run itself: stage 1's end, with its novelty
         if embedded:
@@ -184,10 +150,9 @@ def moe_layers(model: str) -> int:
 
 def first_stage(study: Study, label: str, seed: int) -> tuple[Cell, ...]:
     """Stage 1 that a label is trained from, as the cell that its own cell needs."""
-    key, preset, _ = parse(label)
-    if study.stage1.epochs == 0 and key in STATES:
+    if study.stage1.epochs == 0 and parse(label)[0] in STATES:
         return ()  # these are embedded
-    return (stage1_cell(_source(study, seed, preset), seed, partial(_first_stage, study, seed, preset)),)
+    return (stage1_cell(_source(study, label, seed), seed, partial(_first_stage, study, label, seed)),)
 
 
 def stage1_cell(run: Path, seed: int, work: Callable[[], list[Row]]) -> Cell:
@@ -196,13 +161,13 @@ def stage1_cell(run: Path, seed: int, work: Callable[[], list[Row]]) -> Cell:
     )
 
 
-def _source(study: Study, seed: int, preset: str) -> Path:
-    """The paper's protocol trains stage 1 on everything, ours holds a share back."""
-    return study.out / "runs" / f"map{'@paper' if preset == 'paper' else ''}-s{seed}"
+def _source(study: Study, label: str, seed: int) -> Path:
+    """The run of stage 1 that a label starts from."""
+    return study.out / "runs" / f"{stage1_label(label)}-s{seed}"
 
 
-def _first_stage(study: Study, seed: int, preset: str) -> list[Row]:
-    train_label(study, f"map@{preset}", out=_source(study, seed, preset), seed=seed)
+def _first_stage(study: Study, label: str, seed: int) -> list[Row]:
+    train_label(study, stage1_label(label), out=_source(study, label, seed), seed=seed)
     return []
 
 
@@ -232,19 +197,35 @@ def train_label(
     if manifest.complete(out):
         return
     key, preset, _ = parse(label)
-    paper = preset == "paper"
+    own = PRESETS[preset]
     chosen: str | Config = config_of(label) if key in controls() else key
     if key == "map":
         layers = "all"
-    elif paper and layers is None:
-        layers, _ = preset_layers(PRESETS[preset], study.model)
+    elif own.paper_splits and layers is None:
+        layers, _ = preset_layers(own, study.model)
     if study.transfer_from is not None and isinstance(chosen, str):
         chosen = _transferred(study.transfer_from, out.name, config_of(label))
-    stage2, data = (None, None) if paper else (study.stage2, study.stage2_data)
-    stages = Stages(stage1=study.stage1, stage2=stage2, search=searches(study, label), from_map=from_map)
-    how: dict[str, Any] = {"data": study.data(data), "seed": seed, "dtype": study.dtype, "running": running(study)}
+    printed = preset.startswith("printed") and study.stage1.epochs > 0
+    stages = Stages(
+        stage1=own.stage1 if printed else study.stage1,
+        stage2=None if own.paper_splits else study.stage2,
+        search=searches(study, label),
+        from_map=from_map,
+    )
+    data = study.data(study.stage2_data if preset == "default" else None, seed)
+    if own.paper_splits:
+        data = dataclasses.replace(data, seed=0, recut=False, system_prompt=study.system_prompt if printed else None)
+    how: dict[str, Any] = {"data": data, "seed": seed + OTHER * member_of(label), "dtype": study.dtype}
     with alone(out):
-        train(study.model, study.task, chosen, out=out, preset=preset, layers=layers, stages=stages, **how)
+        train(
+            *(study.model, study.task, chosen),
+            out=out,
+            preset=preset,
+            layers=layers,
+            stages=stages,
+            running=running(study),
+            **how,
+        )
 
 
 def _transferred(source: Path, run: str, config: Config) -> Config:
@@ -268,7 +249,7 @@ def predict_label(
     if questions is None:
         wanted = [(study.task, "test"), *((shifted, "test") for shifted in study.ood)]
         wanted += [(study.task, "validation")] * tempered(label)
-        questions = [question for task, split in wanted for question in study.questions(task, split)]
+        questions = [question for task, split in wanted for question in study.questions(task, split, seed)]
     averaging: Any = parse(label)[2]
     predict_task(
         opened.model,
@@ -279,7 +260,7 @@ def predict_label(
         method=label,
         seed=seed,
         averaging=averaging,
-        passes=passes_of(study, label),
+        passes=passes_of(label, study.passes),
     )
 
 

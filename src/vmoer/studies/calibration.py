@@ -9,7 +9,8 @@ from pathlib import Path
 
 from vmoer.evaluation.scores import Row
 from vmoer.studies._grid import Cell
-from vmoer.studies._variants import Study, config_of, first_stage, parse, predict_label
+from vmoer.studies._labels import config_of, parse
+from vmoer.studies._variants import Study, first_stage, predict_label
 
 STUDY = "calibration"
 

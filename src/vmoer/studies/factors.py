@@ -33,17 +33,8 @@ from vmoer.live.attach import collected, reconfigured
 from vmoer.models import Opened, open_model
 from vmoer.saved import manifest
 from vmoer.studies._grid import Cell, row
-from vmoer.studies._variants import (
-    Study,
-    alone,
-    batches,
-    config_of,
-    merged,
-    moe_layers,
-    parse,
-    running,
-    stage1_cell,
-)
+from vmoer.studies._labels import config_of, parse
+from vmoer.studies._variants import Study, alone, batches, merged, moe_layers, running, stage1_cell
 from vmoer.training.data import halves
 from vmoer.training.presets import preset_layers
 from vmoer.training.run import PRESETS, Plan, Stages, train

@@ -19,7 +19,8 @@ from vmoer.metrics import bootstrap, estimates, paired_bootstrap
 from vmoer.metrics.resampling import percentiles
 from vmoer.routers import Deterministic
 from vmoer.studies._grid import Cell, row
-from vmoer.studies._variants import STATES, Study, batches, first_stage, parse, prepare
+from vmoer.studies._labels import STATES, parse
+from vmoer.studies._variants import Study, batches, first_stage, prepare
 
 STUDY = "stability"
 GAMMAS = (0.001, 0.002, 0.005, 0.01)

@@ -16,7 +16,8 @@ from vmoer.inference.averaging import predict
 from vmoer.live.attach import attached, routers_of
 from vmoer.routers import methods
 from vmoer.studies._grid import Cell, row
-from vmoer.studies._variants import Study, batches, first_stage, parse, prepare
+from vmoer.studies._labels import parse
+from vmoer.studies._variants import Study, batches, first_stage, prepare
 from vmoer.tasks.prompt import letter_ids
 
 STUDY = "topk-bias"

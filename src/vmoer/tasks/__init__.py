@@ -6,6 +6,7 @@ A new data set is one file that ends in a `TASK`, and one line here.
 import os
 import warnings
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from vmoer.errors import InputError, unknown
@@ -75,6 +76,7 @@ def load(
     paper_splits: bool = False,
     limit: int | None = None,
     shuffle_options: bool = False,
+    recut: bool = False,
 ) -> list[Question]:
     """The questions of one split of a data set.
 
@@ -90,10 +92,16 @@ def load(
             none, and where there are fewer, which gives a warning.
         limit: take a seeded subsample of at most so many questions.
         shuffle_options: permute each question's options.
+        recut: take train and validation together and cut them anew by the seed, in their own sizes; test stays what it is. The
+            data set must have a test of its own, which no seed decides.
     """
     if limit is not None and limit < 1:
         raise InputError(f"limit must be at least 1, not {limit}")
-    if str(task) in _REGISTRY:
+    if recut and split in ("train", "validation"):
+        if paper_splits:
+            raise InputError("the paper's subsamples are of the published splits: leave recut or paper_splits out")
+        found = _recut(task, split, data_root, seed)
+    elif str(task) in _REGISTRY:
         found = _from_task(_REGISTRY[str(task)], split, data_root, seed)
         if paper_splits:
             found = _paper_sized(_REGISTRY[str(task)], split, found, seed)
@@ -137,6 +145,15 @@ def _from_file(path: Path, split: str, seed: int) -> list[Question]:
     }
     part = _part(layout, split, str(path))
     return _non_empty(take(part, found, seed), split, f"{path}: it has only {len(found)} rows")
+
+
+def _recut(task: str | Path, split: str, data_root: str | Path | None, seed: int) -> list[Question]:
+    parts = {name: load(task, name, data_root=data_root) for name in ("train", "validation", "test")}
+    if load(task, "test", data_root=data_root, seed=1) != parts["test"]:
+        raise InputError(f"{task}: its test questions are cut by the seed, so train and validation cannot be cut anew")
+    size, everything = len(parts["train"]), parts["train"] + parts["validation"]
+    mine = Part(split, 0, size) if split == "train" else Part(split, size)
+    return [replace(question, split=split) for question in take(mine, everything, seed)]
 
 
 def _paper_sized(task: Task, split: str, found: list[Question], seed: int) -> list[Question]:

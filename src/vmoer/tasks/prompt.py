@@ -25,6 +25,7 @@ class _Form:
     """The form of a tokenizer's prompts, the same for every question. It is found with a probe."""
 
     template: str | None  # None for the plain prompt
+    system: str
     bos: tuple[int, ...] = ()  # the BOS token, where no template writes it
     system_role: bool = False
     opening: str = ""  # what belongs between the generation prompt and the answer, such as a channel marker
@@ -33,6 +34,20 @@ class _Form:
 
 _encoded: WeakKeyDictionary[PreTrainedTokenizerBase, dict[tuple[_Form, Question], list[int]]] = WeakKeyDictionary()
 """Encoded prompts by tokenizer: a study asks the same questions again and again."""
+
+
+_systems: WeakKeyDictionary[PreTrainedTokenizerBase, str] = WeakKeyDictionary()
+"""System lines in place of our own."""
+
+
+def ask_with(tokenizer: PreTrainedTokenizerBase, system: str | None) -> None:
+    """Write this tokenizer's prompts with another system line from now on; None for our own."""
+    if system is None:
+        _systems.pop(tokenizer, None)
+    elif not system.strip():
+        raise InputError("the system prompt is empty: leave it out")
+    else:
+        _systems[tokenizer] = system.strip()
 
 
 def prompt(tokenizer: PreTrainedTokenizerBase, question: Question) -> str:
@@ -97,24 +112,25 @@ def _body(question: Question) -> str:
 
 def _text(tokenizer: PreTrainedTokenizerBase, form: _Form, question: Question) -> str:
     if form.template is None:
-        return f"{SYSTEM}\n\n{_body(question)}\nAnswer:"
-    return _render(tokenizer, form.template, _messages(question, form.system_role)) + form.opening
+        return f"{form.system}\n\n{_body(question)}\nAnswer:"
+    return _render(tokenizer, form.template, _messages(question, form.system, form.system_role)) + form.opening
 
 
-def _messages(question: Question, system_role: bool) -> list[dict[str, str]]:
+def _messages(question: Question, system: str, system_role: bool) -> list[dict[str, str]]:
     if system_role:
-        return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": _body(question)}]
-    return [{"role": "user", "content": f"{SYSTEM}\n\n{_body(question)}"}]
+        return [{"role": "system", "content": system}, {"role": "user", "content": _body(question)}]
+    return [{"role": "user", "content": f"{system}\n\n{_body(question)}"}]
 
 
 def _form(tokenizer: PreTrainedTokenizerBase) -> _Form:
+    system = _systems.get(tokenizer, SYSTEM)
     if not tokenizer.chat_template:
         bos = tokenizer.bos_token_id
         adds_bos = bos is not None and tokenizer("A")["input_ids"][:1] == [bos]
-        return _Form(template=None, bos=(bos,) if adds_bos else ())
+        return _Form(template=None, system=system, bos=(bos,) if adds_bos else ())
     template = _undated(tokenizer.get_chat_template())
     system_role = _takes_system_role(tokenizer, template)
-    messages = _messages(_PROBE, system_role)
+    messages = _messages(_PROBE, system, system_role)
     asked = _render(tokenizer, template, messages)
     answered = _render(tokenizer, template, [*messages, {"role": "assistant", "content": _ANSWER}], answered=True)
     gap = (
@@ -123,7 +139,7 @@ def _form(tokenizer: PreTrainedTokenizerBase) -> _Form:
     if answered.startswith(asked) and _ANSWER in answered:
         gap = answered[len(asked) : answered.index(_ANSWER)]
     opening = gap.removesuffix(" ")
-    return _Form(template, system_role=system_role, opening=opening, space=gap[len(opening) :])
+    return _Form(template, system, system_role=system_role, opening=opening, space=gap[len(opening) :])
 
 
 def _undated(template: str) -> str:
@@ -137,7 +153,7 @@ def _takes_system_role(tokenizer: PreTrainedTokenizerBase, template: str) -> boo
     from jinja2.exceptions import TemplateError
 
     try:
-        return SYSTEM in _render(tokenizer, template, _messages(_PROBE, system_role=True))
+        return SYSTEM in _render(tokenizer, template, _messages(_PROBE, SYSTEM, system_role=True))
     except TemplateError:
         return False
 

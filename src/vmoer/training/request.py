@@ -50,19 +50,23 @@ class Data:
     Args:
         root: the folder of local data sets.
         seed: of the splits.
+        recut: whether train and validation are cut anew by the seed (tasks.load).
         limit: at most this many training questions.
         stage1_orders: options of stage 1's questions in new orders every epoch; the preset's by default.
         stage2: `train`, `permuted`, `held-out:0.2` or `split:NAME`; the preset's by default. `permuted` are stage 1's own
             questions, their options in new orders every epoch.
+        system_prompt: in place of our own, in every prompt of the run and of whatever opens it.
         half_validation: whether stopping and choosing see one half of validation (training.data.halves), so that runs can be
             compared on the other.
     """
 
     root: str | Path | None = None
     seed: int = 0
+    recut: bool = False
     limit: int | None = None
     stage1_orders: bool | None = None
     stage2: str | None = None
+    system_prompt: str | None = None
     half_validation: bool = False
 
 
@@ -119,11 +123,17 @@ class Request:
         return {
             "task": str(self.task),
             "data_seed": self.data.seed,
+            "recut": self.data.recut or None,  # older files do not name it; so below
             "limit": self.data.limit,
             "paper_splits": self.preset.paper_splits,
             "held_out": held_out_share(self.stage2_data),
-            "stage1_orders": self.stage1_orders or None,  # older files do not name it
+            "stage1_orders": self.stage1_orders or None,
+            "system_prompt": self.data.system_prompt,
         }
+
+    def prompt(self) -> dict[str, str]:
+        """What whoever opens the run must ask with, where it is not our own."""
+        return {} if self.data.system_prompt is None else {"system_prompt": self.data.system_prompt}
 
     def about_stage1(self) -> dict[str, Any]:
         noise = self.config.to_dict() | {"layers": self.layers or self.config.layers}

@@ -19,6 +19,7 @@ from torch import nn
 from vmoer import tasks
 from vmoer._version import __version__
 from vmoer.errors import InputError
+from vmoer.files import digest
 from vmoer.live.attach import attach, detach, routers_of
 from vmoer.live.brittleness import parse_layers, select_layers
 from vmoer.live.fitting import fit
@@ -28,6 +29,7 @@ from vmoer.routers import Config, Deterministic
 from vmoer.saved import manifest, store
 from vmoer.saved.store import read_folder, read_run
 from vmoer.tasks.batches import by_length
+from vmoer.tasks.prompt import ask_with
 from vmoer.training import checkpoint
 from vmoer.training.data import Examples, collate, encode_questions, halves, held_out_share, hold_out
 from vmoer.training.loop import StageOutcome, refuse_other_settings
@@ -126,10 +128,17 @@ class _Questions(NamedTuple):
     """What stage 2 trains on: other questions, or the same."""
     validation: list[tasks.Question]
 
+    def seen(self) -> dict[str, Any]:
+        """How many questions the run has seen, for training and for choosing, and which: a digest of their ids."""
+        trained = {question.id for question in (*self.known, *self.unseen)}
+        chosen = {question.id for question in self.validation}
+        which = digest({"ids": sorted(trained | chosen)})
+        return {"training": len(trained), "validation": len(chosen), "questions": which}
+
 
 def _questions(run: Request) -> _Questions:
     data = run.data
-    where: dict[str, Any] = {"data_root": data.root, "seed": data.seed}
+    where: dict[str, Any] = {"data_root": data.root, "seed": data.seed, "recut": data.recut}
     paper, share = run.preset.paper_splits, held_out_share(run.stage2_data)
     known = unseen = tasks.load(run.task, "train", limit=data.limit, paper_splits=paper, **where)
     validation = tasks.load(run.task, "validation", paper_splits=paper, **where)
@@ -159,13 +168,14 @@ def _first_stage(run: Request, questions: _Questions, running: Running) -> None:
         return
     device = running.workers.device
     opened = open_model(run.model, device=device, dtype=run.dtype)
+    ask_with(opened.tokenizer, run.data.system_prompt)
     orders = (1, run.seed) if run.stage1_orders else None
     examples = _encode(opened.model, opened.tokenizer, questions.known, questions.validation, orders)
     noise = None
     if run.stages.noisy_stage1:
         noise = _with_layers(opened.model, run.config, run.layers, examples[0], device)
     about: dict[str, Any] = {"model": opened.name, "task": str(run.task), "method": "map", "preset": run.preset.name}
-    about |= {"stage1": run.about_stage1(), "seed": run.seed}
+    about |= {"stage1": run.about_stage1(), "seed": run.seed, "seen": questions.seen()} | run.prompt()
     _stage1_folders(run, opened.model, examples, noise, about, running)
 
 
@@ -224,6 +234,7 @@ def _second_stage(run: Request, questions: _Questions, running: Running) -> None
     """Stage 2 on what stage 1 left: always from the files, the first time and after a kill alike."""
     workers, stages, settings = running.workers, run.stages, run.settings()
     opened = open_model(run.source / stages.map_state, device=workers.device, dtype=run.dtype)
+    ask_with(opened.tokenizer, run.data.system_prompt)
     detach(opened.model)
     if hasattr(opened.model, "merge_adapter"):
         opened.model.merge_adapter()  # frozen from here on: one addition now, not one in every pass
@@ -243,7 +254,7 @@ def _second_stage(run: Request, questions: _Questions, running: Running) -> None
         "preset": run.preset.name,
     }
     about |= {"seed": run.seed, "stage1": opened.run["stage1"] if opened.run else run.about_stage1()}
-    about |= {"config": config.to_dict(), "settings": settings}
+    about |= {"config": config.to_dict(), "settings": settings, "seen": questions.seen()} | run.prompt()
     about |= {"stage2": run.about_stage2() | (outcome.summary() if outcome else {}) | {"tried": tried}}
     if workers.sharded:
         trained = _whole_copy(run, config, outcome)
