@@ -12,6 +12,7 @@ if TYPE_CHECKING:  # for type checkers and editors; `_WHERE` says the same to Py
     from vmoer.live.attach import attach, detach, record
     from vmoer.live.brittleness import select_layers
     from vmoer.live.fitting import fit
+    from vmoer.live.replay import replay
     from vmoer.routers import (
         SWAG,
         Deterministic,
@@ -48,6 +49,7 @@ __all__ = [
     "methods",
     "predict",
     "record",
+    "replay",
     "save",
     "select_layers",
 ]
@@ -61,6 +63,7 @@ _WHERE = dict.fromkeys(__all__, "vmoer.routers") | {
     "load": "vmoer.saved.store",
     "predict": "vmoer.inference.averaging",
     "record": "vmoer.live.attach",
+    "replay": "vmoer.live.replay",
     "save": "vmoer.saved.store",
     "select_layers": "vmoer.live.brittleness",
     "__version__": "vmoer._version",

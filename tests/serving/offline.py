@@ -15,25 +15,29 @@ from vllm.distributed import cleanup_dist_env_and_memory
 
 def main(spec: dict, out: Path) -> None:
     for case, asked in spec.items():
+        routed = {"load_format": "vmoer", "model_loader_extra_config": {"router": asked["router"]}}
         llm = LLM(
             asked["model"],
             max_model_len=256,
             max_num_seqs=8,
             distributed_executor_backend=asked.get("executor", "uni"),
             enable_return_routed_experts=True,
-            load_format="vmoer",
-            model_loader_extra_config={"router": asked["router"]},
+            **routed if asked["router"] else {},
             **{"dtype": "float32", "enforce_eager": True} | asked.get("options", {}),
         )
         found = []
-        for number, prompts in enumerate(asked["rounds"]):
-            n = asked.get("new", 12)
-            greedy = SamplingParams(temperature=0, max_tokens=n, min_tokens=n, ignore_eos=True)
-            answers = llm.generate(prompts, greedy, use_tqdm=False)
+        for number, prompts in enumerate([*asked["rounds"], *asked.get("sampled", [])]):
+            n, samples = asked.get("new", 12), number >= len(asked["rounds"])
+            how = {"temperature": 1.0, "seed": 5, "logprobs": 0} if samples else {"temperature": 0}
+            wanted = SamplingParams(**how, max_tokens=n, min_tokens=n, ignore_eos=True)
+            answers = llm.generate(prompts, wanted, use_tqdm=False)
             for place, answer in enumerate(answers):
                 np.save(out / f"{case}.{number}.{place}.npy", answer.outputs[0].routed_experts)
             ids = [[*answer.prompt_token_ids, *answer.outputs[0].token_ids] for answer in answers]
             found.append({"ids": ids, "cached": [answer.num_cached_tokens for answer in answers]})
+            if samples:
+                firsts = ([next(iter(said.values())) for said in answer.outputs[0].logprobs] for answer in answers)
+                found[-1]["log_probs"] = [[first.logprob for first in row] for row in firsts]
         (out / f"{case}.json").write_text(json.dumps(found))
         del llm
         gc.collect()

@@ -16,6 +16,7 @@ import torch
 import transformers as tf
 from scipy.stats import spearmanr
 
+import vmoer
 from vmoer.serving.rows import Rows, unpack
 
 pytestmark = pytest.mark.serving
@@ -50,9 +51,11 @@ def runs(work: Path, granite: tuple[Path, Path]) -> dict[str, tuple[Path, Path]]
 def answers(work: Path, runs: dict[str, tuple[Path, Path]]) -> Path:
     """What vLLM says in every case, in one process."""
     spec: dict[str, Any] = {
-        name: {"model": str(base), "router": str(run), "rounds": [served.PROMPTS]} for name, (base, run) in runs.items()
+        name: {"model": str(base), "router": str(run), "rounds": [served.PROMPTS], "sampled": [served.PROMPTS]}
+        for name, (base, run) in runs.items()
     }
     base, run = runs["granite"]
+    spec["plain"] = {"model": str(base), "router": None, "rounds": [], "sampled": [served.PROMPTS]}
     about = {"model": str(base), "router": str(run)}
     small = {"max_num_batched_tokens": 16, "block_size": 32}
     spec["chunked"] = about | {"rounds": [[served.LONG], [served.LONG]], "options": small}
@@ -89,6 +92,36 @@ def test_tokens_experts_and_signals_are_those_of_transformers(
     expected = served.recorded(*runs[case], served.PROMPTS)
     assert len({tuple(row) for want in expected for row in np.array(want["experts"])[:, 0].tolist()}) > 3
     assert_as_recorded(answers, case, 0, expected)
+
+
+def replayed(model: Any, ids: list[list[int]], rows: list[np.ndarray], new: int) -> list[np.ndarray]:
+    """The log-probabilities of each text's new tokens, the texts in one padded batch, with the experts of the rows."""
+    width = max(map(len, ids))
+    padded = torch.tensor([[3] * (width - len(row)) + row for row in ids])
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in ids])
+    with vmoer.replay(model, rows), torch.no_grad():
+        logits = model(input_ids=padded, attention_mask=mask).logits
+    found = torch.log_softmax(logits[:, -new - 1 : -1], -1).gather(-1, padded[:, -new:, None])
+    return list(found.squeeze(-1).numpy())
+
+
+@pytest.mark.parametrize("case", ["plain", *served.CONFIGS, *METHODS])
+def test_a_sampled_text_replayed_in_transformers_has_its_probabilities(
+    case: str, runs: dict[str, tuple[Path, Path]], answers: Path
+) -> None:
+    """Oracle: the log-probabilities that vLLM says it sampled with. With the experts of other tokens they are others."""
+    base, run = runs["granite" if case == "plain" else case]
+    said = json.loads((answers / f"{case}.json").read_text())[-1]
+    number = 0 if case == "plain" else 1
+    rows = [np.load(answers / f"{case}.{number}.{place}.npy") for place in range(len(said["ids"]))]
+    assert [len(x) + 1 for x in rows] == list(map(len, said["ids"]))
+    model = served.opened(base)
+    if case != "plain":
+        vmoer.load(model, run)
+    for ours, theirs in zip(replayed(model, said["ids"], rows, served.NEW), said["log_probs"], strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-4, rtol=0)
+    others = replayed(model, said["ids"], [np.roll(x, 1, 0) for x in rows], served.NEW)
+    assert np.abs(np.array(others) - np.array(said["log_probs"])).max() > 1e-2
 
 
 def test_chunked_prefill_and_prefix_cache(runs: dict[str, tuple[Path, Path]], answers: Path) -> None:

@@ -120,6 +120,13 @@ class Gate:
         found = given if given is not None else lookup(name, router)
         return found.reshape(-1) if isinstance(found, Tensor) else None
 
+    def replay(
+        self, router: nn.Module, out: tuple[Tensor, ...], replayed_TK: Tensor, args: Any, kwargs: dict[str, Any]
+    ) -> tuple[tuple[Tensor, ...], Tensor]:
+        """The router's own answer with experts that are given, weighed by its own logits; see `route`."""
+        logits_TN = self.logits(out)
+        return self.route(router, out, logits_TN, logits_TN, self.bias(router, args, kwargs), replayed_TK=replayed_TK)
+
     def expected_logits(self, q: Gaussian, eps: Tensor | None, rule: Integral, logits_TN: Tensor) -> Tensor:
         """The logits whose score is the average score under q. The gate gets them in place of its own.
 
@@ -153,6 +160,7 @@ class Gate:
         bias_N: Tensor | None,
         relaxed_TN: Tensor | None = None,
         given: tuple[Tensor, Tensor] | None = None,
+        replayed_TK: Tensor | None = None,
     ) -> tuple[tuple[Tensor, ...], Tensor]:
         """The router's return value with our logits in it, and the experts chosen, [T, K].
 
@@ -166,11 +174,14 @@ class Gate:
             bias_N: the model's correction bias, added when experts are chosen.
             relaxed_TN: logits of the relaxed choice, where the choice was sampled.
             given: weights and experts, where a kernel has found both already.
+            replayed_TK: experts to take in place of a choice; a token whose row has -1 chooses.
         """
-        if given is not None:
+        if given is not None and replayed_TK is None:
             weights_TK, chosen_TK = given
         else:
             chosen_TK = self.scoring.choose(select_TN.detach(), bias_N)
+            if replayed_TK is not None:  # nothing was sampled, so there is no relaxed choice either
+                chosen_TK, relaxed_TN = torch.where(replayed_TK < 0, chosen_TK, replayed_TK), None
             weights_TK = self.scoring.weigh(weight_TN, chosen_TK, router)
         if relaxed_TN is not None and relaxed_TN.requires_grad:
             soft_TK = torch.softmax(relaxed_TN, -1).gather(-1, chosen_TK)
@@ -202,6 +213,12 @@ def _weight(router: nn.Module, rule: Rule) -> Tensor | None:
 def router_weight(router: nn.Module, gate: Gate) -> Tensor | None:
     """W_r [N, D] where the logits are linear in the router's input, else None."""
     return _weight(router, gate.scoring.rule)
+
+
+def expert_count(found: FoundRouter) -> int:
+    """How many experts a router chooses from, also where its weights are spread over processes."""
+    assert found.rule is not None
+    return _num_experts(found.router, _weight(found.router, found.rule))
 
 
 def _num_experts(router: nn.Module, weight: Tensor | None) -> int:

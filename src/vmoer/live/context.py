@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from vmoer.errors import InputError
+from vmoer.errors import InputError, RunError
 from vmoer.routers import Config, Router, Routing
 
 DOCUMENT = 2**20  # rows that a document packed behind others in one row counts as: no batch has as many
@@ -38,6 +38,14 @@ class Recorder(Protocol):
     def add(
         self, now: "Pass", layer: int, method: Router, u_TD: Tensor, routing: Routing, chosen_TK: Tensor
     ) -> None: ...
+
+
+class Replayed(Protocol):
+    """Experts that a pass is to take in place of its own choice."""
+
+    def of(self, positions_BT: Tensor, mask_BT: Tensor | None) -> Mapping[int, Tensor]:
+        """By layer, [T, K], for the tokens of a pass; a row with -1 chooses for itself."""
+        ...
 
 
 @dataclass
@@ -60,6 +68,7 @@ class Asked:
     """The numbers of the routing samples to draw; None averages."""
     collector: Collector | None = None
     check: Check | None = None
+    replay: Replayed | None = None
 
 
 NOTHING = Asked()
@@ -89,6 +98,8 @@ class Pass:
     passes_T: Tensor | None = None
     seen: set[int] = field(default_factory=set)
     drawn: dict[Any, Tensor] = field(default_factory=dict)
+    replayed: Mapping[int, Tensor] = field(default_factory=dict)
+    """Experts to take, by layer."""
     parts: tuple["Pass", ...] = ()
     """Columns that are routed apart from each other, in their order: those that average, and those that draw."""
 
@@ -122,6 +133,8 @@ class Attachment:
     """By layer, ascending."""
     required_grad: list[nn.Parameter] = field(default_factory=list)
     hooks: list[Any] = field(default_factory=list)
+    first: list[tuple[nn.Module, Any]] = field(default_factory=list)
+    """Decoder layers, and the hooks that must see their input before anybody's else."""
 
     @property
     def config(self) -> Config:
@@ -196,9 +209,23 @@ class Attachment:
             given = torch.as_tensor(passes, device=device)
             passes_T = given.reshape(-1) if given.dim() == 2 else given.expand(batch).repeat_interleave(tokens)
         begun = Pass(positions_BT.reshape(-1), rows_T, mask_BT, (batch, tokens), self, asked, passes_T)
+        if asked.replay is not None:
+            begun.replayed = asked.replay.of(positions_BT, mask_BT)
         if asked.record is not None:
             asked.record.begin(begun)
         return begun
+
+    def replayed(self, layer: int, tokens: int, device: torch.device) -> Tensor | None:
+        """The experts that so many tokens are to take at a layer; None where they choose."""
+        now = self.now
+        if now is None and self.asked.replay is None:
+            return None
+        if now is None or len(now.positions_T) != tokens:
+            if now is None or now.replayed:
+                raise RunError(f"layer {layer} routes {tokens} tokens that are not those of the pass to be replayed")
+            return None
+        found_TK = now.replayed.get(layer)
+        return None if found_TK is None else found_TK.to(device)
 
     def current(self, u_TD: Tensor) -> Pass:
         """The pass these states belong to. A router run by itself counts its tokens as one row."""

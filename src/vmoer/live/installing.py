@@ -129,16 +129,26 @@ def hook(model: nn.Module, chosen: list[FoundRouter], attachment: Attachment) ->
     """Hooks that say which tokens a forward pass is about, and the names that `save_pretrained` is to leave out."""
     decoder = chosen[0].decoder
     attachment.hooks.append(decoder.register_forward_pre_hook(DecoderHook(attachment), with_kwargs=True))
-    modules = dict(model.named_modules())
     for found in chosen:
-        layer = modules[found.path[: found.path.index(f".{found.layer}.") + len(f".{found.layer}")]]
-        attachment.hooks.append(layer.register_forward_pre_hook(LayerHook(attachment), with_kwargs=True))
+        hook_layer(layer_of(model, found), attachment)
     module: Any
     for module in model.modules():
         if hasattr(module, "_keys_to_ignore_on_save") and hasattr(module, "save_pretrained"):
             ours = {key for key in module.state_dict() if f".{NAME}." in key}
             if ours:
                 module._keys_to_ignore_on_save = {*(module._keys_to_ignore_on_save or ()), *ours}
+
+
+def layer_of(model: nn.Module, found: FoundRouter) -> nn.Module:
+    """The decoder layer that a router is in."""
+    return model.get_submodule(found.path[: found.path.index(f".{found.layer}.") + len(f".{found.layer}")])
+
+
+def hook_layer(layer: nn.Module, attachment: Attachment) -> None:
+    """Let a decoder layer find the pass that it runs in."""
+    handle = layer.register_forward_pre_hook(LayerHook(attachment), with_kwargs=True)
+    attachment.hooks.append(handle)
+    attachment.first.append((layer, handle))
 
 
 class DecoderHook:
@@ -150,6 +160,8 @@ class DecoderHook:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         positions_BT, mask_BT = positions_and_mask(args, kwargs)
         self.attachment.begin(positions_BT, mask_BT)
+        for layer, handle in self.attachment.first:  # FSDP2's hooks hand on copies, and may have come later
+            cast(Any, layer._forward_pre_hooks).move_to_end(handle.id, last=False)
 
 
 class LayerHook:

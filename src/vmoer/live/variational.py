@@ -42,8 +42,12 @@ class VariationalGate(nn.Module):
         gate, method = self.vmoer_gate, self.vmoer
         current = self.vmoer_attachment.current(hidden_states.reshape(-1, gate.hidden_size))
         asked = current.asked
+        replayed_TK = None
         if asked.check is not None:
             asked.check.fired = True
+        else:
+            tokens = hidden_states.numel() // gate.hidden_size
+            replayed_TK = self.vmoer_attachment.replayed(self.vmoer_layer, tokens, hidden_states.device)
         out = None
         if self._replaces(hidden_states, asked):
             u_TD = hidden_states
@@ -53,7 +57,7 @@ class VariationalGate(nn.Module):
         else:
             out = super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
             if not asked.enabled:
-                return out
+                return out if replayed_TK is None else gate.replay(self, out, replayed_TK, args, kwargs)[0]
             u_TD = hidden_states.reshape(-1, gate.hidden_size)
             logits_TN = gate.logits(out)
         if asked.collector is not None:
@@ -66,11 +70,12 @@ class VariationalGate(nn.Module):
         if routing is None:
             assert out is not None
             routing, chosen_TK = Routing(logits_TN, logits_TN), gate.experts(out)
+            if replayed_TK is not None:
+                out, chosen_TK = gate.replay(self, out, replayed_TK, args, kwargs)
         else:
             bias_N = gate.bias(self, args, kwargs)
-            out, chosen_TK = gate.route(
-                self, out, routing.select_TN, routing.weight_TN, bias_N, routing.relaxed_TN, routing.given
-            )
+            logits = routing.select_TN, routing.weight_TN
+            out, chosen_TK = gate.route(self, out, *logits, bias_N, routing.relaxed_TN, routing.given, replayed_TK)
         current.hand_over(self.vmoer_layer, method, u_TD, routing, chosen_TK)
         return out
 
