@@ -4,6 +4,7 @@
     python examples/smolmoe/run.py ... --minutes 8 --pack out/part1.tar.xz      stop in time; keep what matters
     python examples/smolmoe/run.py ... --unpack out/part1.tar.xz --minutes 8    go on, here or on another machine
     python examples/smolmoe/run.py ... --unpack a.tar.xz b.tar.xz --report      tables and the page, without a GPU
+    python examples/smolmoe/run.py --registered --model out/a out/b ...         the registered study (REGISTERED.md) in its place
 
 Cells are computed in the order of their importance (cells.py): MAP and every method on openbookqa with its shifts, for all seeds;
 the paper's protocol; the other tasks; what makes it calibrate; how many layers and which. The small kernels of a small model
@@ -24,6 +25,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import equal
 from cells import BATCH, FEWER, HEADS, PARTS, STAGE1, STAGE2, cells
 
 from vmoer.errors import InputError
@@ -56,10 +58,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     out = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = out.add_argument
-    add("--model", default="out/smolmoe", help="a model folder; name it alike everywhere: cells go by it")
+    add("--model", nargs="+", default=["out/smolmoe"], help="model folders; name them alike everywhere: cells go by it")
+    add(
+        "--registered",
+        action="store_true",
+        help="the parts and seeds of the registered study, each seed with the next model",
+    )
+    add("--system-prompt", help="what the printed protocol asks with in the registered study, in place of our own line")
     add("--out", type=Path, default=Path("out/study"))
     add("--data-root", default=os.environ.get("VMOER_DATA"), help="DIR/<task>/<split>.jsonl (or VMOER_DATA)")
-    add("--seeds", default="0,1,2", type=lambda text: tuple(int(x) for x in text.split(",")))
+    add(
+        "--seeds",
+        help="separated by commas; 0,1,2 by default, and five in the registered study",
+        type=lambda text: tuple(int(x) for x in text.split(",")),
+    )
     add("--workers", type=int, default=8, help="processes that share the GPU")
     add("--backend", default="processes", help="processes, or ray: a cluster whose machines all see --out")
     add("--ray-address", help="host:port, auto or local")
@@ -73,7 +85,8 @@ def parser() -> argparse.ArgumentParser:
     add("--unpack", type=Path, nargs="+", default=[], metavar="FILE", help="take in packs or results first")
     add("--report", action="store_true", help="OUT/results from what is there, and nothing else")
     add("--dry-run", action="store_true", help="count the cells, and guess the time by those that were timed")
-    add("--only", nargs="+", default=PARTS, choices=PARTS, help="parts of the study, in this order")
+    parts = f"parts of the study, in this order; of the registered one {', '.join(equal.PARTS)}"
+    add("--only", nargs="+", choices=(*PARTS, *equal.PARTS), help=parts)
     add("--labels", nargs="+", default=HEADS, help="methods and controls; @paper for its protocol")
     add("--limit", type=int, default=5000, help="questions of a split, at most; 5000 are the paper's")
     add("--passes", type=int, default=8)
@@ -83,7 +96,7 @@ def parser() -> argparse.ArgumentParser:
     add("--factors", nargs="+", choices=factors.FACTORS, default=factors.FACTORS, help="those to vary, in that part")
     smaller = ", ".join(f"{size} of {task}" for task, size in BATCH.items())
     for stage, plan in (("stage1", STAGE1), ("stage2", STAGE2)):
-        add(f"--{stage}-epochs", type=int, default=plan.epochs)
+        add(f"--{stage}-epochs", type=int, help=f"{plan.epochs} by default; the registered study has its own")
         add(f"--{stage}-batch", type=int, default=plan.batch_size, help=f"of openbookqa; at most {smaller}")
     add("--keep-runs", action="store_true", help="do not drop trained routers that nothing needs any more")
     return out
@@ -91,27 +104,43 @@ def parser() -> argparse.ArgumentParser:
 
 def _count(text: str) -> tuple[str, int]:
     part, _, number = text.partition("=")
-    if part not in PARTS or not number.isdigit() or not int(number):
+    if part not in (*PARTS, *equal.PARTS) or not number.isdigit() or not int(number):
         raise argparse.ArgumentTypeError(f"{text!r}: write PART=N, as in factors=2, with one of {', '.join(PARTS)}")
     return part, int(number)
 
 
 def wanted(given: argparse.Namespace) -> list[Cell]:
+    new = given.registered or (given.only is not None and set(given.only) <= set(equal.PARTS))
+    parts = given.only or (equal.PARTS if new else PARTS)
+    if not set(parts) <= set(equal.PARTS if new else PARTS):
+        raise InputError("parts of the registered study are computed by themselves: leave out the others")
+    if len(given.model) > 1 and not new:
+        raise InputError("several models belong to the registered study: give one, or --registered")
+    seeds = given.seeds or (equal.SEEDS if new else (0, 1, 2))
+    stages = (equal.STAGE1, equal.STAGE2) if new else (STAGE1, STAGE2)
+    epochs, sizes = (given.stage1_epochs, given.stage2_epochs), (given.stage1_batch, given.stage2_batch)
+    stage1, stage2 = (
+        replace(plan, epochs=plan.epochs if n is None else n, batch_size=size)
+        for plan, n, size in zip(stages, epochs, sizes, strict=True)
+    )
     study = Study(
-        model=given.model,
+        model=given.model[0],
         task="",
         out=given.out,
         methods=tuple(given.labels),
-        seeds=given.seeds,
+        seeds=seeds,
         averaging=("router", "answer", "full"),
         passes=given.passes,
         limit=given.limit,
         data_root=given.data_root,
-        stage1=replace(STAGE1, epochs=given.stage1_epochs, batch_size=given.stage1_batch),
-        stage2=replace(STAGE2, epochs=given.stage2_epochs, batch_size=given.stage2_batch),
+        stage1=stage1,
+        stage2=stage2,
         skip_nonfinite=True,
+        system_prompt=given.system_prompt,
     )
-    return cells(study, given.only, FEWER | dict(given.seeds_of), given.factors)
+    if new:
+        return equal.cells(study, given.model, parts, dict(given.seeds_of))
+    return cells(study, parts, FEWER | dict(given.seeds_of), given.factors)
 
 
 # -- computing ---------------------------------------------------------------------------------------------------------
@@ -163,7 +192,7 @@ def times(out: Path) -> dict[str, float]:
 
 def estimate(asked: Sequence[Cell], took: dict[str, float], given: argparse.Namespace) -> None:
     print(f"{'part':12}{'cells':>6}{'to do':>7}{'minutes':>9}   ({given.workers} processes)")
-    for part in (*PARTS, "all"):
+    for part in (*dict.fromkeys(cell.key["part"] for cell in asked), "all"):
         own = [cell for cell in asked if part in (cell.key["part"], "all")]
         todo = missing(own, given.out)
         known = [took[cell.kind] for cell in todo if cell.kind in took]

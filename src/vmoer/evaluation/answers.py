@@ -61,6 +61,8 @@ def predict_task(
     batch_tokens: int = 8192,
     routing: bool = False,
     calibrator: Stored | None = None,
+    signals: Mapping[str, Sequence[float]] | None = None,
+    seen: Mapping[str, Any] | None = None,
     progress: Callable[[str, int, int], object] | None = None,
 ) -> Path:
     """Answer questions into `folder/predictions.parquet`, a row for each in the order given.
@@ -80,6 +82,8 @@ def predict_task(
         batch_tokens: The size of a batch with its padding.
         routing: Also write the experts that are selected at the answer, into `routing.parquet`.
         calibrator: The run's own. The answers stay raw; `meta.json` keeps it, and metrics have the rows `METHOD+cal`.
+        signals: Further columns, a number for each question, such as those of baseline_signals.py.
+        seen: What questions the model has seen (`run.json`), for `meta.json`.
         progress: Called after each batch with a word, how many questions are answered, and of how many.
 
     Returns:
@@ -106,7 +110,9 @@ def predict_task(
             if progress is not None:
                 progress("answering", done, len(questions))
         meta |= {} if calibrator is None or calibrator.kind == "none" else {"calibrator": calibrator.file}
-        finish(folder, parts[0].parent, tables, questions, [len(own[0].prompt) for own in asked.views], meta)
+        meta |= {} if seen is None else {"seen": dict(seen)}
+        lengths = [len(own[0].prompt) for own in asked.views]
+        finish(folder, parts[0].parent, tables, questions, lengths, meta, signals or {})
     return folder / "predictions.parquet"
 
 

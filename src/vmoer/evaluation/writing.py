@@ -5,7 +5,7 @@ import io
 import json
 import shutil
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,7 +36,7 @@ def write_part(path: Path, rows: list[int], found: Batch, routing: bool) -> None
     if routing:
         columns["experts"] = pa.array(found.experts, pa.list_(pa.list_(pa.int32())))
     table = pa.table(columns)
-    write_bytes(path, _parquet(table.replace_schema_metadata({_SEALED: _content(table)})))
+    write_bytes(path, parquet(table.replace_schema_metadata({_SEALED: _content(table)})))
 
 
 def read_part(path: Path, rows: list[int], options: Sequence[int]) -> Any:
@@ -70,8 +70,10 @@ def finish(
     questions: Sequence[Question],
     lengths: list[int],
     meta: dict[str, Any],
+    more: Mapping[str, Sequence[float]],
 ) -> None:
-    """Join the parts into one table in the order of the questions. `scratch`, their folder, is gone afterwards."""
+    """Join the parts into one table in the order of the questions. `more` are further columns. `scratch`,
+    the folder of the parts, is gone afterwards."""
     import pyarrow as pa
 
     n = len(questions)
@@ -84,22 +86,24 @@ def finish(
     columns["log_probs"] = found["log_probs"]
     columns["prompt_tokens"] = pa.array(lengths, pa.int64())
     columns |= {name: found[name] for name in found.column_names if name not in PART}
+    columns |= {name: pa.array(values, pa.float64()) for name, values in more.items()}
     for name in ("meta.json", "routing.parquet", "metrics.json"):  # of other predictions
         (folder / name).unlink(missing_ok=True)
-    write_bytes(folder / "predictions.parquet", _parquet(pa.table(columns)), scratch)
+    write_bytes(folder / "predictions.parquet", parquet(pa.table(columns)), scratch)
     if meta["routing"]:
         layers = meta["config"]["layers"]
         of_layers = keys.take([row for row in range(n) for _ in layers])
         columns = {name: of_layers[name] for name in KEYS}
         columns["layer"] = pa.array([*layers] * n, pa.int32())
         columns["experts"] = pa.chunked_array([chunk.flatten() for chunk in found["experts"].chunks])
-        write_bytes(folder / "routing.parquet", _parquet(pa.table(columns)), scratch)
+        write_bytes(folder / "routing.parquet", parquet(pa.table(columns)), scratch)
     meta = meta_of(folder, meta)
     write_bytes(folder / "meta.json", (json.dumps(meta, indent=2) + "\n").encode(), scratch)
     shutil.rmtree(scratch)
 
 
-def _parquet(table: Any) -> bytes:
+def parquet(table: Any) -> bytes:
+    """A table as the bytes of a file."""
     import pyarrow.parquet as pq
 
     buffer = io.BytesIO()

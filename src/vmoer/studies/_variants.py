@@ -261,6 +261,7 @@ def predict_label(
         seed=seed,
         averaging=averaging,
         passes=passes_of(label, study.passes),
+        seen=(opened.run or {}).get("seen"),
     )
 
 

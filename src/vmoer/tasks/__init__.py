@@ -34,6 +34,7 @@ from vmoer.tasks._base import (
     read_jsonl,
     subsample,
     take,
+    wording,
 )
 from vmoer.tasks._hub import Hub
 
@@ -51,6 +52,7 @@ __all__ = [
     "register",
     "subsample",
     "take",
+    "wording",
 ]
 
 _REGISTRY: dict[str, Task] = {}

@@ -93,7 +93,7 @@ def take(part: Part, questions: list[Question], seed: int) -> list[Question]:
         return questions
     ranked = sorted(
         range(len(questions)),
-        key=lambda i: (digest("split", seed, _wording(questions[i])), digest("split", seed, questions[i].id)),
+        key=lambda i: (digest("split", seed, wording(questions[i])), digest("split", seed, questions[i].id)),
     )
     return [questions[i] for i in sorted(ranked[part.start : part.stop])]
 
@@ -164,6 +164,6 @@ def _is_text(value: object) -> bool:
     return isinstance(value, str) and bool(value.strip()) and value.encode(errors="ignore").decode() == value
 
 
-def _wording(question: Question) -> str:
+def wording(question: Question) -> str:
     """The question's text without case and spacing."""
     return " ".join(question.question.casefold().split())

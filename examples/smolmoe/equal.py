@@ -1,0 +1,210 @@
+"""The cells of the registered study (REGISTERED.md): every label has seen the same questions.
+
+Each seed has a cut of train and validation of its own, and a base model: `models[seed % len(models)]`, on all tasks alike. The
+printed protocol has the published cut. All that belongs to one seed and task comes together, so that a run that is stopped leaves
+whole pairs.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+from vmoer import tasks
+from vmoer.errors import InputError
+from vmoer.evaluation.answers import predict_task
+from vmoer.evaluation.baseline_signals import baseline_signals
+from vmoer.evaluation.ensembles import ensemble
+from vmoer.evaluation.scores import Row
+from vmoer.studies import Cell, Study
+from vmoer.studies._labels import member_of, parse, passes_of
+from vmoer.studies._variants import first_stage, prepare
+from vmoer.training.run import PRESETS, Plan
+
+PARTS = ("equal", "ensembles", "printed")
+SEEDS = (0, 1, 2, 3, 4)
+FEWER = {"printed": 3}
+NAME = "smolmoe"
+"""What predictions call the model, whatever base a seed has."""
+HOMES = ("openbookqa", "arc_easy", "arc_challenge", "sciq")
+SHIFTED = {**dict.fromkeys((*HOMES, "medmcqa"), 500), "mmlu_law": 200}
+"""Questions of each set that a model is shifted to; mmlu_law's prompts are four times as long."""
+MOST, OPTIONS = 1000, 4
+"""Questions of a home's own test, at most; options that every question asked has."""
+BATCH = {"openbookqa": 64, "arc_easy": 32, "arc_challenge": 16, "sciq": 16}
+STAGE1, STAGE2 = Plan(epochs=3, lr=7e-4), Plan(epochs=4, lr=2e-3)
+
+_ROUTERS = ("", "+full", "+orders", "+orders+routing")
+ASKED = {
+    "map-all": ("", "+orders4", "+orders"),
+    "map@permuted-both": ("", "+orders"),
+    "vglr-mf@permuted": _ROUTERS,
+    "vglr-fc@permuted": _ROUTERS,
+    "mean-only@permuted": ("", "+orders"),
+    "mcdr@permuted": ("", "+full", "+orders+routing"),
+    "map-all.1": ("",),
+    "map-all.2": ("",),
+}
+"""By what is trained: how it is asked."""
+FURTHER = ("map-all.3", "map-all.4")
+ENSEMBLES = {
+    "map-ens3": ("map-all", "map-all.1", "map-all.2"),
+    "map-ens5": ("map-all", "map-all.1", "map-all.2", *FURTHER),
+}
+PRINTED_ON = ("arc_challenge", "sciq")
+PRINTED = {
+    "map@printed": ("",),
+    **{
+        f"{key}@printed{how}": ("", "+full35")
+        for key in ("vglr-mf", "vglr-fc")
+        for how in ("", "-best", "-fast", "-fast-best")
+    },
+}
+BATCH_TOKENS = 32768
+GB = 12.0
+
+
+def labels() -> list[str]:
+    """Every label of the comparison at equal data, the baseline first."""
+    asked = [f"{head}{how}" for head, ways in ASKED.items() if "." not in head for how in ways]
+    return [*asked, *ENSEMBLES]
+
+
+def cells(base: Study, models: Sequence[str], parts: Sequence[str], fewer: dict[str, int]) -> list[Cell]:
+    """What the parts asked for take; `base` has the folder, the seeds and where the questions are."""
+    out: list[Cell] = []
+    for part in parts:
+        for seed in base.seeds[: (FEWER | fewer).get(part, len(base.seeds))]:
+            for home in PRINTED_ON if part == "printed" else HOMES:
+                study = study_of(replace(base, model=models[seed % len(models)]), home, part)
+                asked(study, seed)  # what cannot be read is said before anything starts
+                if part == "equal":
+                    own = {head: _cell(study, head, ways, seed, part) for head, ways in ASKED.items()}
+                    out += [*own.values(), _ensemble(study, "map-ens3", own, seed, part)]
+                elif part == "ensembles":
+                    own = {
+                        head: _cell(study, head, ASKED.get(head, ("",)), seed, part) for head in ENSEMBLES["map-ens5"]
+                    }
+                    out += [*(own[head] for head in FURTHER), _ensemble(study, "map-ens5", own, seed, part)]
+                else:
+                    out += [_cell(study, head, ways, seed, part) for head, ways in PRINTED.items()]
+    return out
+
+
+def study_of(base: Study, home: str, part: str = "equal") -> Study:
+    plans = {
+        name: replace(plan, batch_size=min(plan.batch_size, BATCH[home]))
+        for name, plan in (("stage1", base.stage1), ("stage2", base.stage2 or STAGE2))
+    }
+    return replace(base, task=home, out=base.out / home, vary_data=part != "printed", **plans)
+
+
+def _cell(study: Study, head: str, ways: Sequence[str], seed: int, part: str) -> Cell:
+    """A trained label, asked in every way."""
+    asked_as = [f"{head}{how}" for how in ways]
+    key, preset, _ = parse(head)
+    batch = PRESETS[preset].stage2.batch_size if preset.startswith("printed") else (study.stage2 or STAGE2).batch_size
+    needs = [
+        Cell(
+            study.task,
+            {"method": f"stage 1 of {need.key['method']}", "seed": seed, "part": part, "runs": []},
+            need.work,
+            leaves=need.leaves,
+            gb=_gb(study.stage1.batch_size, 0.35),
+        )
+        for need in first_stage(study, head, seed)
+    ]
+    shared = key == "map" and not member_of(head)  # other labels start from it
+    return Cell(
+        study.task,
+        {
+            "method": head,
+            "seed": seed,
+            "part": part,
+            "runs": [] if shared else [study.out / "runs" / f"{head}-s{seed}"],
+        },
+        partial(_answer, study, asked_as, seed),
+        tuple(needs),
+        tuple(predictions(study, label, seed) / "meta.json" for label in asked_as),
+        gb=GB if key == "map" else _gb(batch, 0.28),
+    )
+
+
+def _ensemble(study: Study, name: str, own: dict[str, Cell], seed: int, part: str) -> Cell:
+    place = predictions(study, name, seed)
+    return Cell(
+        study.task,
+        {"method": name, "seed": seed, "part": part, "runs": []},
+        partial(_average, study, name, seed),
+        tuple(own[head] for head in ENSEMBLES[name]),
+        (place / "meta.json",),
+    )
+
+
+def _average(study: Study, name: str, seed: int) -> list[Row]:
+    members = [predictions(study, head, seed) for head in ENSEMBLES[name]]
+    ensemble(members, predictions(study, name, seed), method=name, seed=seed)
+    return []
+
+
+def _answer(study: Study, asked_as: Sequence[str], seed: int) -> list[Row]:
+    """Train a label, and ask it in every way that is missing."""
+    missing = [label for label in asked_as if not (predictions(study, label, seed) / "meta.json").exists()]
+    opened = prepare(study, asked_as[0], seed)
+    for label in missing:
+        printed = parse(label)[1].startswith("printed")
+        found = asked(study, seed, shifts=not printed)
+        more: dict[str, Any] = {}
+        if label == "map-all":
+            train, valid = (study.questions(study.task, split, seed) for split in ("train", "validation"))
+            more = baseline_signals(opened.model, opened.tokenizer, found, train, valid, BATCH_TOKENS)
+        averaging: Any = parse(label)[2]
+        predict_task(
+            opened.model,
+            opened.tokenizer,
+            found,
+            folder=predictions(study, label, seed),
+            name=NAME,
+            method=label,
+            seed=seed,
+            averaging=averaging,
+            passes=passes_of(label, study.passes),
+            batch_tokens=BATCH_TOKENS,
+            signals=more,
+            seen=_seen(opened.run, printed),
+        )
+    return []
+
+
+def _seen(run: dict[str, Any] | None, printed: bool) -> dict[str, Any] | None:
+    """What the run saw; and for the printed protocol what became of its routers."""
+    if run is None:
+        return None
+    return run["seen"] | ({"stage2": run.get("stage2")} if printed else {})
+
+
+@cache
+def asked(study: Study, seed: int, shifts: bool = True) -> tuple[tasks.Question, ...]:
+    """Test of the home and of its shifts, and the seed's validation: with four options, and no wording that the pool of train
+    and validation has."""
+    pool = {tasks.wording(q) for split in ("train", "validation") for q in study.questions(study.task, split, seed)}
+    sets = {study.task: MOST} | ({name: n for name, n in SHIFTED.items() if name != study.task} if shifts else {})
+    out: list[tasks.Question] = []
+    for name, most in sets.items():
+        test = tasks.load(name, "test", data_root=study.data_root)
+        kept = [q for q in test if len(q.choices) == OPTIONS and tasks.wording(q) not in pool]
+        if not kept:
+            raise InputError(f"{name} has no test question with {OPTIONS} options that {study.task} does not train on")
+        out += tasks.subsample(kept, min(most, study.limit or most), 0)
+    valid = study.questions(study.task, "validation", seed)
+    return (*out, *(q for q in valid if len(q.choices) == OPTIONS))
+
+
+def predictions(study: Study, label: str, seed: int) -> Path:
+    return study.out / f"{label}-s{seed}"
+
+
+def _gb(batch: int, each: float) -> float:
+    """A little more than training with such batches took, by question (peak_gb in results/smolmoe/timing.jsonl)."""
+    return max(GB, each * batch + 8)

@@ -1,0 +1,109 @@
+"""Signals that need no router, and ensembles. Oracles: the model's own hidden states, words counted by hand, and a mean."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from tiny_letters import TOKENIZER, tiny_model
+
+from vmoer.errors import InputError
+from vmoer.evaluation import predictions
+from vmoer.evaluation.answers import predict_task
+from vmoer.evaluation.baseline_signals import NAMES, baseline_signals, last, unseen_words
+from vmoer.evaluation.ensembles import ensemble
+from vmoer.evaluation.temperatures import load
+from vmoer.metrics import distances
+from vmoer.tasks import Question
+from vmoer.tasks.prompt import letter_ids, prompt
+
+WORDS = ("red", "seven", "sand", "cold", "iron", "moons", "tea")
+
+
+def some(n: int, split: str = "test", first: int = 0, options: int = 4) -> list[Question]:
+    return [
+        Question(
+            *(f"{split}{i}", f"What is {WORDS[i % 7]} {i}?", tuple(f"{w} {i}" for w in WORDS[:options]), i % options),
+            "task",
+            split,
+        )
+        for i in range(first, first + n)
+    ]
+
+
+def test_last_states_and_logits_are_the_models_own() -> None:
+    """Oracle: output_hidden_states of one prompt at a time, and its logits."""
+    model, questions = tiny_model(), [*some(3), *some(2, options=3)]
+    found = last(model, TOKENIZER, questions, batch_tokens=400)
+    for i, question in enumerate(questions):
+        ids = torch.tensor([TOKENIZER(prompt(TOKENIZER, question))["input_ids"]])
+        with torch.no_grad():
+            out = model(ids, output_hidden_states=True)
+        assert found.states_nD[i] == pytest.approx(out.hidden_states[-1][0, -1].numpy(), abs=1e-4)
+        own = out.logits[0, -1, letter_ids(TOKENIZER, len(question.choices))].numpy()
+        assert found.logits_nC[i, : len(own)] == pytest.approx(own, abs=1e-4)
+        assert np.isneginf(found.logits_nC[i, len(own) :]).all()
+
+
+def test_columns_of_every_question(tmp_path: Path) -> None:
+    """Oracle: each score from `last` by itself; they stand in the file, and files have AUROC of them like of any signal."""
+    model, train, valid, test = tiny_model(), some(30, "train"), some(20, "validation", 50), some(6, "test", 90)
+    asked = [*test, *valid]
+    found = baseline_signals(model, TOKENIZER, asked, train, valid)
+    assert tuple(found) == NAMES
+    known, chosen, own = (last(model, TOKENIZER, qs) for qs in (train, valid, asked))
+    gaussians = distances.classes(known.states_nD, [q.answer for q in train])
+    assert found["last_mahalanobis"] == pytest.approx(gaussians.mahalanobis(own.states_nD), rel=1e-6)
+    assert found["energy"] == pytest.approx(-np.log(np.exp(own.logits_nC).sum(1)), abs=1e-9)
+    fitted, held = distances.probe(chosen.states_nD, chosen.logits_nC.argmax(1) != [q.answer for q in valid])
+    assert found["probe"] == pytest.approx([*fitted(own.states_nD[:6]), *held])
+    predict_task(model, TOKENIZER, asked, folder=tmp_path, signals=found, seen={"training": 30})
+    assert pq.read_table(tmp_path / "predictions.parquet")["probe"].to_pylist() == found["probe"]
+    (group,) = predictions.load(tmp_path)
+    assert all(set(NAMES) <= set(cell.signals) for cell in group.cells.values())
+    assert predictions.read_meta(tmp_path / "meta.json")["seen"] == {"training": 30}
+
+
+def test_unseen_words_are_counted() -> None:
+    """Oracle: two of the five words are new."""
+    question = Question("q", "Red SAND?", ("red", "two moons"), 0, "t", "test")
+    assert unseen_words([question], {"red", "sand"}) == pytest.approx([2 / 5])
+
+
+def members(folder: Path, n: int) -> list[Path]:
+    out = []
+    for seed in range(n):
+        out.append(folder / f"m{seed}")
+        predict_task(
+            tiny_model(seed), TOKENIZER, [*some(8), *some(3, "validation", 40)], folder=out[-1], method=f"m{seed}"
+        )
+    return out
+
+
+def test_an_ensemble_is_the_mean_of_its_members(tmp_path: Path) -> None:
+    """Oracle: probabilities averaged by hand; it has validation answers, so that a temperature can be fitted."""
+    three = members(tmp_path, 3)
+    ensemble(three, tmp_path / "all", method="ens3", seed=4)
+    tables = [pq.read_table(folder / "predictions.parquet").to_pylist() for folder in three]
+    for row, *theirs in zip(pq.read_table(tmp_path / "all" / "predictions.parquet").to_pylist(), *tables, strict=True):
+        mean = np.mean([np.exp(own["log_probs"]) for own in theirs], 0)
+        assert np.exp(row["log_probs"]) == pytest.approx(mean, abs=1e-12)
+        assert row["gate_entropy"] == pytest.approx(np.mean([own["gate_entropy"] for own in theirs]))
+        entropies = [-np.sum(np.exp(own["log_probs"]) * own["log_probs"]) for own in theirs]
+        assert row["mutual_information"] == pytest.approx(-np.sum(mean * np.log(mean)) - np.mean(entropies), abs=1e-7)
+        assert (row["method"], row["seed"], row["id"]) == ("ens3", 4, theirs[0]["id"])
+    meta = predictions.read_meta(tmp_path / "all" / "meta.json", required=True)
+    assert (meta["members"], meta["passes"]) == (["m0", "m1", "m2"], 3)
+    (group,) = load(tmp_path / "all")
+    assert {key.method for key in group.cells} == {"ens3", "ens3+ts"}
+
+
+def test_members_must_have_answered_the_same(tmp_path: Path) -> None:
+    first: Any = members(tmp_path, 1)
+    predict_task(tiny_model(), TOKENIZER, some(5), folder=tmp_path / "other")
+    with pytest.raises(InputError, match="different questions"):
+        ensemble([*first, tmp_path / "other"], tmp_path / "all", method="e", seed=0)
+    with pytest.raises(InputError, match="at least two"):
+        ensemble(first, tmp_path / "all", method="e", seed=0)
