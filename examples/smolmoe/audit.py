@@ -143,6 +143,7 @@ def baselines(sets: Sets, constants: dict[str, float]) -> str:
 def adjusted(estimates: list[Estimate]) -> tuple[Floats, Floats, Floats]:
     """p-values of differences from zero, two-sided: each by itself, by Holm's steps, and by the largest of all (max-T)."""
     spread = np.array([e.draws.std() for e in estimates])
+    spread[spread == 0] = np.inf  # the same answers: no difference, and none can be found
     score = np.abs([e.value for e in estimates]) / spread
     alone = 2 * norm.sf(score)
     order = np.argsort(alone)

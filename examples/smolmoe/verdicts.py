@@ -1,5 +1,7 @@
 """What the study says to each claim, line by line, from OUT/results alone: python examples/smolmoe/verdicts.py OUT/results
 
+Of the registered study: the tests of REGISTERED.md and no others (registered.py). Of the first study:
+
 The variational method that is held to the goals is chosen on validation: the least NLL, a mean over tasks and seeds, among
 vglr-mf, vglr-fc, vglr-lr and vtsr with any averaging, as they are or with an output temperature (+ts), which is fitted on one
 half of the validation questions and scored on the other. Differences come with paired bootstrap intervals over questions and
@@ -16,6 +18,7 @@ from typing import Any
 import numpy as np
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+import registered
 
 from vmoer import metrics
 from vmoer.evaluation.predictions import SIGNALS
@@ -216,7 +219,8 @@ def main() -> int:
     if len(sys.argv) != 2 or not stored(Path(sys.argv[1]) / "metrics.json").is_file():
         print("usage: python examples/smolmoe/verdicts.py OUT/results    (of run.py --report)", file=sys.stderr)
         return 2
-    for passed, claim, found in lines(Path(sys.argv[1])):
+    results = Path(sys.argv[1])
+    for passed, claim, found in registered.lines(results) if registered.present(results) else lines(results):
         print(f"{ {True: 'yes', False: 'no', None: '-'}[passed]:4}{claim}\n      {found}")
     return 0
 

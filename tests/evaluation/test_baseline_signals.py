@@ -76,9 +76,8 @@ def members(folder: Path, n: int) -> list[Path]:
     out = []
     for seed in range(n):
         out.append(folder / f"m{seed}")
-        predict_task(
-            tiny_model(seed), TOKENIZER, [*some(8), *some(3, "validation", 40)], folder=out[-1], method=f"m{seed}"
-        )
+        asked, own = [*some(8), *some(3, "validation", 40)], {"own": [0.5] * 11} if seed == 0 else {}
+        predict_task(tiny_model(seed), TOKENIZER, asked, folder=out[-1], method=f"m{seed}", signals=own)
     return out
 
 
@@ -93,6 +92,7 @@ def test_an_ensemble_is_the_mean_of_its_members(tmp_path: Path) -> None:
         assert row["gate_entropy"] == pytest.approx(np.mean([own["gate_entropy"] for own in theirs]))
         entropies = [-np.sum(np.exp(own["log_probs"]) * own["log_probs"]) for own in theirs]
         assert row["mutual_information"] == pytest.approx(-np.sum(mean * np.log(mean)) - np.mean(entropies), abs=1e-7)
+        assert "own" not in row  # which one member alone has
         assert (row["method"], row["seed"], row["id"]) == ("ens3", 4, theirs[0]["id"])
     meta = predictions.read_meta(tmp_path / "all" / "meta.json", required=True)
     assert (meta["members"], meta["passes"]) == (["m0", "m1", "m2"], 3)

@@ -2,7 +2,7 @@
 
     p(y) = (1/M) sum_m p_m(y)
 
-`mutual_information` is between the answer and the member; every other signal is the members' mean.
+`mutual_information` is between the answer and the member; every other signal is the mean of the members, where all have it.
 """
 
 import json
@@ -42,14 +42,17 @@ def ensemble(members: Sequence[Path], folder: Path, *, method: str, seed: int) -
     options = [len(row) for row in tables[0]["log_probs"].to_pylist()]
     log_probs_MnC = torch.tensor(np.stack([metrics.pad(table["log_probs"].to_pylist()) for table in tables]))
     mean_nC = mean_log_probs(log_probs_MnC).log_softmax(-1)
-    columns: dict[str, Any] = {name: tables[0][name] for name in tables[0].column_names}
+    common = [name for name in tables[0].column_names if all(name in table.column_names for table in tables)]
+    columns: dict[str, Any] = {name: tables[0][name] for name in common}
     columns["method"] = pa.array([method] * len(options), pa.string())
     columns["seed"] = pa.array([seed] * len(options), pa.int64())
     rows = [row[:n] for row, n in zip(mean_nC.tolist(), options, strict=True)]
     columns["log_probs"] = pa.array(rows, pa.list_(pa.float64()))
-    for name in tables[0].column_names:
-        if pa.types.is_float64(tables[0].schema.field(name).type) and not any(t[name].null_count for t in tables):
-            columns[name] = pa.array(np.mean([table[name].to_numpy() for table in tables], 0))
+    for name in common:
+        if pa.types.is_float64(tables[0].schema.field(name).type):
+            whole = not any(table[name].null_count for table in tables)
+            mean = pa.array(np.mean([table[name].to_numpy() for table in tables], 0)) if whole else None
+            columns[name] = pa.nulls(len(options), pa.float64()) if mean is None else mean
     columns["mutual_information"] = pa.array(mutual_information(log_probs_MnC).numpy())
     columns["predictive_entropy"] = pa.array(entropy(mean_nC.numpy()))
     write_bytes(folder / "predictions.parquet", parquet(pa.table(columns)))

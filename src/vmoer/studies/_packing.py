@@ -184,7 +184,7 @@ def merged(folders: list[Path], task: Path) -> bytes:
         table = pq.read_table(folder / "predictions.parquet")
         table = table.drop([name for name in RECOMPUTED if name in table.column_names])
         tables.append(table.append_column("folder", pa.array([str(folder.relative_to(task))] * len(table))))
-    return _parquet(_rounded(pa.concat_tables(tables)))
+    return _parquet(_rounded(pa.concat_tables(tables, promote_options="default")))  # some have columns of their own
 
 
 def _rounded(table: pa.Table) -> pa.Table:

@@ -1,0 +1,211 @@
+"""The registered study of examples/smolmoe: its cells, its document, and its tests on worlds whose answer is known."""
+
+import json
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from scipy.special import log_softmax
+from test_smolmoe import EXAMPLE, place
+
+from vmoer.metrics.estimates import Estimate
+from vmoer.studies._grid import missing
+
+sys.path.insert(0, str(EXAMPLE))
+
+import equal
+import registered
+import run as example
+import verdicts
+
+__all__ = ["place"]
+SETS = ("medmcqa", "mmlu_law")
+BETTER = {"map-all": 1.0, "map-all+orders": 0.5, "vglr-mf@permuted": 1.0, "vglr-mf@permuted+orders+routing": 0.1}
+BETTER |= {"vglr-mf@permuted+orders": 0.5, "map-ens3": 0.7}
+"""By label: how much noise there is on the logits that answers were drawn from."""
+
+
+def write(results: Path, noise: Mapping[str, float], at_chance: str = "", seeds: int = 3) -> Path:
+    """Predictions as run.py --report leaves them. Labels of equal noise are equally good, and differ."""
+    for home in equal.HOMES:
+        tables = []
+        for task, split, n in ((home, "validation", 120), (home, "test", 250), *((one, "test", 150) for one in SETS)):
+            rng = np.random.default_rng([*map(ord, home + task + split)])
+            logits = 1.5 * rng.normal(size=(n, 4))
+            answers = (logits * (home != at_chance) + rng.gumbel(size=logits.shape)).argmax(1)
+            for number, (label, size) in enumerate(noise.items()):
+                for seed in range(seeds):
+                    own = logits + size * np.random.default_rng([*map(ord, home + task + split), number, seed]).normal(
+                        size=logits.shape
+                    )
+                    columns: dict[str, Any] = {
+                        "id": [f"{i}" for i in range(n)],
+                        "task": [task] * n,
+                        "split": [split] * n,
+                    }
+                    columns |= {"method": [label] * n, "seed": [seed] * n, "answer": answers}
+                    columns |= {"log_probs": log_softmax(own, axis=1).tolist(), "prompt_tokens": [50] * n}
+                    tables.append(pa.table(columns))
+        (results / home).mkdir(parents=True)
+        pq.write_table(pa.concat_tables(tables), results / home / "predictions.parquet")
+        meta = {"model": "m", "source_task": home, "ood_tasks": [*SETS], "split": "test"}
+        (results / home / "meta.json").write_text(json.dumps(meta))
+        (results / home / "files.json").write_text(json.dumps({f"{label}-s0/meta.json": {} for label in noise}))
+    (results / "metrics.json").write_text("[]")
+    return results
+
+
+def told(results: Path) -> dict[str, registered.Line]:
+    return {line.claim: line for line in registered.lines(results)}
+
+
+def test_the_tests_find_what_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: the world. Less noise is better, equal noise is not, and the label with the least noise is the primary one."""
+    found = told(write(tmp_path / "results", BETTER))
+    best = "vglr-mf@permuted+orders+routing"
+    assert f"the primary label, chosen on validation: {best}" in found
+    goals = [line.holds for claim, line in found.items() if claim.startswith("goal")]
+    assert goals == [True, True, True]
+    for where in ("home", "shifts pooled"):
+        for ours, theirs, holds in (
+            (best, "map-all", True),
+            ("map-all+orders", "map-all", True),
+            ("vglr-mf@permuted", "map-all", False),
+            (best, "map-all+orders", True),
+            ("vglr-mf@permuted+orders", "map-all+orders", False),
+            ("vglr-fc@permuted", "map-all", None),  # not run
+        ):
+            assert found[f"{ours} below {theirs}, {where}"].holds is holds, (ours, theirs, where)
+    sys.argv = ["verdicts.py", str(tmp_path / "results")]
+    assert verdicts.main() == 0
+    out = capsys.readouterr().out
+    assert f"yes {best} below map-all, home" in out
+    assert "-   vglr-fc@permuted below map-all, home\n      not run" in out
+
+
+def test_nothing_is_found_where_nothing_is(tmp_path: Path) -> None:
+    """Oracle: labels of equal noise. The best of them on validation is no better on test."""
+    found = told(write(tmp_path / "results", dict.fromkeys(BETTER, 0.7)))
+    assert not any(line.holds for claim, line in found.items() if "accurate" not in claim)
+    assert sum(line.holds is False for line in found.values()) > 10
+
+
+def test_a_home_at_chance_is_reported_apart(tmp_path: Path) -> None:
+    """Oracle: a world in which one home's answers have nothing to do with its logits."""
+    found = told(write(tmp_path / "results", BETTER, at_chance="sciq"))
+    assert "sciq: reported apart, map-all is not better than a constant there" in found
+    assert "homes openbookqa, arc_easy, arc_challenge; seeds 0, 1, 2" in found
+
+
+def test_a_difference_is_the_mean_over_sets_and_its_spread_that_of_questions_and_seeds() -> None:
+    """Oracles: the mean by hand; the spread of independent questions, var / n, where seeds are the same."""
+    rng = np.random.default_rng(0)
+    homes = {}
+    for home in ("openbookqa", "sciq"):
+        sets = {}
+        for task, n in ((home, 400), ("medmcqa", 100)):
+            base, ours = rng.normal(size=n), rng.normal(size=n)
+            ids = tuple(map(str, range(n)))
+            cells = {name: registered.Scored(ids, loss, loss) for name, loss in (("map-all", base), ("x", ours))}
+            sets[task] = {name: dict.fromkeys((0, 1), cell) for name, cell in cells.items()}
+        homes[home] = registered.Home(sets, {"map-all": {0: 0.0, 1: 0.0}}, 0.0)
+    changes = [homes[h].sets[h]["x"][0].nll - homes[h].sets[h]["map-all"][0].nll for h in homes]
+    found = registered.difference(homes, ("x", "map-all"), shifts=False)
+    assert isinstance(found, Estimate)
+    assert found.value == pytest.approx(np.mean([change.mean() for change in changes]))
+    expected = np.sqrt(sum(change.var() / len(change) for change in changes)) / 2
+    assert found.draws.std() == pytest.approx(expected, rel=0.06)
+    shifted = [homes[h].sets["medmcqa"]["x"][0].nll - homes[h].sets["medmcqa"]["map-all"][0].nll for h in homes]
+    away = registered.difference(homes, ("x", "map-all"), shifts=True)
+    assert away.value == pytest.approx(np.mean([change.mean() for change in shifted]))
+
+
+def test_the_document_says_what_the_code_does() -> None:
+    """Oracle: REGISTERED.md, read as text: labels, pairs, homes, numbers."""
+    text = (EXAMPLE / "REGISTERED.md").read_text()
+    written = set(re.findall(r"`((?:map|vglr|mean|mcdr)[\w@+.-]*)`", text.partition("## The printed")[0]))
+    assert written - {f"{head}" for head in equal.ASKED} <= set(equal.labels())
+    assert set(equal.labels()) <= written
+    contrasts = text.partition("What routing adds")[2].partition("**The goal**")[0]
+    for ours, theirs in registered.CONTRASTS:
+        assert f"`{ours}`" in contrasts
+        assert f"`{theirs}`" in contrasts
+    assert ", ".join(equal.HOMES) in text
+    assert f"({equal.SHIFTED['medmcqa']} of each" in text
+    assert f"mmlu_law ({equal.SHIFTED['mmlu_law']})" in text
+    assert f"{registered.DRAWS:,} draws" in text
+    assert f"learning rate {equal.STAGE1.lr:g}".replace("0.0007", "7e-4") in text
+    assert equal.SEEDS == (0, 1, 2, 3, 4)
+    assert "Seeds** 0 to 4" in text
+    assert ", ".join(map(str, [*equal.BATCH.values()][:3])) + f" and {equal.BATCH['sciq']}" in text
+    assert registered.LEVEL == 0.05
+    assert registered.SLACK == 0.005
+
+
+# -- the cells ---------------------------------------------------------------------------------------------------------
+
+QUICK = ["--limit", "16", "--stage1-epochs", "1", "--stage2-epochs", "1", "--passes", "4", "--workers", "1"]
+
+
+def arguments(place: tuple[str, str], out: Path, *more: str) -> list[str]:
+    start = ["--registered", "--model", place[0], place[0], "--data-root", place[1], "--out", str(out)]
+    return [*start, *QUICK, *more]
+
+
+def test_the_list_has_every_label_for_every_seed_and_home(place: tuple[str, str], tmp_path: Path) -> None:
+    """Oracle: REGISTERED.md, written out. What belongs together comes together, and each seed has the next base model."""
+    found = missing(example.wanted(example.parser().parse_args(arguments(place, tmp_path))), tmp_path)
+    left = {path.parent.name for cell in found for path in cell.leaves if cell.key["part"] != "printed"}
+    for label in equal.labels():
+        assert {f"{label}-s{seed}" for seed in range(5)} <= left
+    own = [(cell.key["seed"], cell.study) for cell in found if cell.key["part"] == "equal"]
+    assert list(dict.fromkeys(own)) == [(seed, home) for seed in range(5) for home in equal.HOMES]
+    models = [cell.work.args[0].model for cell in found if cell.key["method"] == "map-all"]  # type: ignore[attr-defined]
+    assert len(models) == 20
+    files = [cell.leaves for cell in found]
+    for i, cell in enumerate(found):
+        assert {need.leaves for need in cell.needs} <= set(files[:i]), cell.title
+    printed = {cell.key["method"] for cell in found if cell.key["part"] == "printed"}
+    assert {"map@printed", "vglr-mf@printed", "vglr-fc@printed-fast-best", "stage 1 of map@printed"} <= printed
+
+
+@pytest.mark.slow
+def test_a_seed_is_computed_packed_and_reported_at_equal_data(
+    place: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Oracle: the sizes of the small world. The digest of what a label has seen is one for all labels of a home."""
+    homes = ("sciq",)
+    kept = ("map-all", "vglr-mf@permuted", "map-all.1", "map-all.2")
+    for module in (equal, registered):
+        monkeypatch.setattr(module, "HOMES", homes)
+    monkeypatch.setattr(equal, "ASKED", {head: equal.ASKED[head] for head in kept})
+    piece = arguments(place, tmp_path / "out", "--only", "equal", "--seeds", "0", "--pack", str(tmp_path / "pack"))
+    assert example.main(piece) == 0
+    there = str(tmp_path / "there")
+    assert example.main(["--registered", "--out", there, "--unpack", str(tmp_path / "pack"), "--report"]) == 0
+    results = tmp_path / "there" / "results"
+    for home in homes:
+        seen = {method: meta["seen"] for (task, method, _), meta in registered.metas(results).items() if task == home}
+        assert set(seen) == {*equal.labels(), "map-all.1", "map-all.2"} - {"map-ens5"}
+        assert len({about["questions"] for about in seen.values()}) == 1
+    capsys.readouterr()
+    monkeypatch.setattr(sys, "argv", ["registered.py", str(results)])
+    assert registered.main() == 0
+    rows = {row.split("|")[1].strip(): row for row in capsys.readouterr().out.splitlines()[2:] if row.startswith("|")}
+    cells = {label: [cell.strip() for cell in rows[label].split("|")[2:5]] for label in equal.labels() if label in rows}
+    assert set(cells) == set(equal.labels()) - {"map-ens5"}
+    assert cells["map-all"] == ["1", "16", "20"]
+    assert cells["map-all+orders4"][0] == "4"
+    assert cells["map-ens3"][0] == "3"
+    signals = pq.read_table(results / "sciq" / "predictions.parquet").column_names
+    assert {"unseen_words", "last_mahalanobis", "last_relative", "energy", "probe"} <= set(signals)
+    lines = {line.claim: line.holds for line in registered.lines(results)}
+    assert lines["vglr-mf@permuted below map-all, home"] in (True, False)
+    assert lines["map-ens5 below map-all, home"] is None
+    assert registered.adjusted([Estimate(0.0, np.zeros(50)), Estimate(-1.0, np.linspace(-2, 0, 50))])[2][0] == 1
