@@ -3,7 +3,7 @@
     accelerate launch --config_file examples/accelerate/expert-parallel.yaml \
         examples/accelerate/expert_parallel.py MODEL [--router RUN] "first prompt" "second prompt"
 
-MODEL is what `from_pretrained` reads; RUN the folder of the routers, by default MODEL itself (as merge.py writes it).
+MODEL is what `from_pretrained` reads; RUN the folder of the routers, by default MODEL itself (as `vmoer merge` writes it).
 """
 
 import argparse

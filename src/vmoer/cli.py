@@ -33,6 +33,7 @@ COMMANDS = {
     "ask": ("ask:ask", "Ask a question: uncertain tokens are marked."),
     "threshold": ("threshold:threshold", "Choose when to abstain, for a wanted risk."),
     "calibrate": ("calibrate:calibrate", "Fit a calibrator on validation, and keep it with the run."),
+    "merge": ("merge:merge", "A run's adapter in the weights of its base model."),
     "serve": ("serve:serve", "Serve on vLLM: uncertainty for every token."),
     "bench": ("bench:bench", "Time and memory of every method on this machine."),
     "lm-eval": ("lm_eval:lm_eval", "lm-evaluation-harness with the model vmoer."),

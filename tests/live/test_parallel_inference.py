@@ -15,6 +15,7 @@ from train_workers import experts, job, world
 
 import vmoer
 from vmoer import gates
+from vmoer.cli import run as command_line
 from vmoer.errors import AttachError
 from vmoer.live.attach import attachment_of, routers_of
 from vmoer.models import open_model
@@ -70,7 +71,7 @@ def test_equal_outputs_hide_routers_that_differ(case: experts.Case, folder: Path
 @pytest.mark.slow
 @pytest.mark.skipif(not experts.GRANITE, reason="Granite has no expert-parallel plan in this version of transformers")
 def test_the_example_answers_as_one_process_does(tmp_path: Path) -> None:
-    """merge.py on a run with an adapter, then expert_parallel.py on what it wrote. Oracle: the run itself, in one process."""
+    """`vmoer merge` on a run with an adapter, then expert_parallel.py on its folder. Oracle: the run itself, in one process."""
     name, _ = world.save(tmp_path)
     model = add_lora(open_model(name).model, rank=2)
     vmoer.attach(model, vmoer.FullCovariance(beta=0.1))
@@ -81,8 +82,7 @@ def test_the_example_answers_as_one_process_does(tmp_path: Path) -> None:
                 p.add_(torch.randn(p.shape, generator=generator) * 0.1)
     vmoer.save(model, tmp_path / "run", run={"model": name})
 
-    merge = [sys.executable, str(job.CONFIGS / "merge.py"), str(tmp_path / "run"), str(tmp_path / "merged")]
-    subprocess.run(merge, check=True, capture_output=True)
+    assert command_line(["merge", str(tmp_path / "run"), "--out", str(tmp_path / "merged")]) == 0
     prompts = ["w1 o3 answer", "filler w5 o7 answer"]
     lines = launched(job.CONFIGS / "expert_parallel.py", str(tmp_path / "merged"), *prompts).splitlines()
     assert len(lines) == 2

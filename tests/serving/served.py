@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 import vmoer
 from vmoer.evaluation.threshold import FORMAT, write_threshold
 from vmoer.live.attach import routers_of
+from vmoer.training.lora import add_lora
 
 VOCAB, LAYERS, NEW = 384, [1, 3], 12
 _TEXT = [
@@ -104,11 +105,16 @@ def opened(folder: Path) -> Any:
     return tf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def train(base: Path, method: str, folder: Path) -> Path:
-    """Write a run: routers that changed from where they start, novelty fitted."""
-    model = opened(base)
+def train(base: Path, method: str, folder: Path, lora: bool = False, seed: int = 7) -> Path:
+    """Write a run: routers that changed from where they start, novelty fitted; over a random adapter where one is wanted."""
+    model, seeded = opened(base), torch.Generator().manual_seed(seed)
+    if lora:
+        model = add_lora(model, rank=2)
+        for key, value in model.named_parameters():
+            if ".lora_" in key:
+                with torch.no_grad():
+                    value.normal_(0, 0.1, generator=seeded)
     vmoer.attach(model, METHODS[method])
-    seeded = torch.Generator().manual_seed(7)
     for router in routers_of(model).values():
         for _ in range(3):
             for key, value in router.named_parameters():
@@ -119,7 +125,7 @@ def train(base: Path, method: str, folder: Path) -> Path:
                 router.collect()
     ids = torch.randint(4, VOCAB, (8, 24), generator=seeded)
     vmoer.fit(model, [{"input_ids": ids, "attention_mask": torch.ones_like(ids)}])
-    vmoer.save(model, folder)
+    vmoer.save(model, folder, run={"model": str(base)} if lora else None)
     return folder
 
 

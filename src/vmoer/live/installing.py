@@ -193,6 +193,5 @@ def _refuse_sharded(model: nn.Module) -> None:
     spread = any(type(p.data).__name__ == "DTensor" for p in model.parameters())
     if spread and any(".lora_" in name for name, _ in model.named_parameters()):
         raise AttachError(
-            "an adapter does not fit on experts that are spread over processes: merge it first "
-            "(examples/accelerate/merge.py)"
+            "an adapter does not fit on experts that are spread over processes: merge it first (vmoer merge RUN --out DIR)"
         )

@@ -5,6 +5,7 @@
     values      from rows to what a client is given
     api         in the API process: `choices[i].uncertainty`
     launch      what `vmoer serve` checks before it starts vLLM
+    merging     `vmoer merge`: a run without an adapter, as engines want it
 
 Only `engine` and `api` import vLLM.
 """

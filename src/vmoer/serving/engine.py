@@ -26,6 +26,7 @@ from vmoer.errors import AttachError, InputError
 from vmoer.gates.rules import Score
 from vmoer.inference import operator
 from vmoer.routers import Router
+from vmoer.saved import merged
 from vmoer.saved.fetch import locate
 from vmoer.saved.store import Saved, fill, read_folder
 from vmoer.saved.weights import router_hash
@@ -70,6 +71,8 @@ class Loader(BaseModelLoader):  # type: ignore[misc]
         self.weights = router_weights(model)
 
     def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> nn.Module:
+        if model_config is vllm_config.model_config:
+            merged.check(model_config.model, self.saved)
         model = self.inner.load_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
         if model_config is vllm_config.model_config:  # and not a draft of speculative decoding
             attach(model, self.saved, self.weights or router_weights(model), vllm_config)

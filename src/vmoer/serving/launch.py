@@ -22,6 +22,7 @@ from vmoer.errors import InputError
 from vmoer.evaluation.threshold import read_threshold
 from vmoer.inference.operator import unfit
 from vmoer.models import embedded, skeleton
+from vmoer.saved import merged
 from vmoer.saved.fetch import locate
 from vmoer.saved.store import Saved, read_folder
 from vmoer.saved.weights import router_hash
@@ -54,9 +55,8 @@ def prepare(model: str, run: str, threshold: Path | None, options: Sequence[str]
     saved = read_folder(locate(run))
     if reason := unfit(saved.config):
         raise InputError(f"{run} cannot be served: {reason}")
-    if saved.adapter is not None:
-        raise InputError(f"{run} was trained over a LoRA adapter: merge it into the base model first (docs/serving.md)")
     path = embedded(model) or model
+    merged.check(path, saved)
     check_model(path, saved)
     _check_port(given.host, given.port)
     extra = given.model_loader_extra_config | {"router": str(saved.folder.resolve()), "load_format": given.load_format}

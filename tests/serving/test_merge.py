@@ -1,0 +1,103 @@
+"""`vmoer merge`, and what `vmoer serve` makes of its folder. Oracle: the run itself, with its adapter beside the base model."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import served
+import torch
+
+import vmoer
+from vmoer.cli import run as command_line
+from vmoer.errors import InputError
+from vmoer.models import open_model
+from vmoer.saved import merged
+from vmoer.serving import launch, merging
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
+    """A base model, a run over an adapter, and the two merged."""
+    pytest.importorskip("peft")
+    root = tmp_path_factory.mktemp("merge")
+    base = served.build("granite", root / "base")
+    run = served.train(base, "vglr-fc", root / "run", lora=True)
+    assert command_line(["merge", str(run), "--out", str(root / "merged")]) == 0
+    return base, run, root / "merged"
+
+
+@pytest.fixture
+def prepared(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`launch.prepare` as if vLLM were there."""
+    monkeypatch.setattr(launch, "check_vllm", lambda: None)
+    return launch.prepare
+
+
+def test_the_folder_is_the_run_without_an_adapter(folders: tuple[Path, Path, Path]) -> None:
+    base, run, whole = folders
+    opened, bare = open_model(run, device="cpu"), served.opened(base)
+    ids = opened.tokenizer(served.PROMPTS[1], return_tensors="pt")["input_ids"]
+    model = served.opened(whole)
+    assert not any("lora" in name for name, _ in model.named_parameters())
+    vmoer.load(model, whole)
+    with vmoer.record(opened.model) as want, torch.no_grad():
+        expected = opened.model(input_ids=ids).logits
+    with vmoer.record(model) as rec, torch.no_grad():
+        torch.testing.assert_close(model(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-4)
+        assert not torch.allclose(bare(input_ids=ids).logits, expected, atol=1e-2)
+    assert torch.equal(rec.experts, want.experts)
+    for name, value in want.signals.items():
+        torch.testing.assert_close(rec.signals[name], value, rtol=1e-4, atol=1e-5)
+
+
+def test_serve_knows_the_merged_base_and_no_other(folders: tuple[Path, Path, Path], prepared: Any) -> None:
+    base, run, whole = folders
+    for router in (whole, run):
+        assert str(router) in " ".join(prepared(str(whole), str(router), None, ["--port", "0"]).arguments)
+    with pytest.raises(
+        InputError, match=f"over a LoRA adapter, which {base} does not hold: vmoer merge {run} --out DIR"
+    ):
+        prepared(str(base), str(run), None, [])
+    with pytest.raises(InputError, match=f"the adapter in the weights beside it, which {base} does not hold"):
+        prepared(str(base), str(whole), None, [])
+
+
+def test_another_adapter_is_another_model(folders: tuple[Path, Path, Path], prepared: Any, tmp_path: Path) -> None:
+    base, _, whole = folders
+    other = served.train(base, "vglr-mf", tmp_path / "other", lora=True, seed=8)
+    with pytest.raises(InputError, match="over a LoRA adapter"):
+        prepared(str(whole), str(other), None, [])
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / merged.NAME).write_text("[]")
+    with pytest.raises(InputError, match=r"merged\.json is not what vmoer merge writes"):
+        prepared(str(tmp_path / "odd"), str(other), None, [])
+
+
+def test_a_run_without_an_adapter_is_copied_and_needs_no_note(tmp_path: Path, prepared: Any) -> None:
+    base = served.build("qwen3_moe", tmp_path / "base")
+    run = served.train(base, "vglr-mf", tmp_path / "run")
+    whole = merging.merge(str(run), tmp_path / "deep" / "whole", dtype="bfloat16")
+    assert not (whole / merged.NAME).exists()
+    assert {p.dtype for p in open_model(whole, device="cpu", dtype="auto").model.parameters()} == {torch.bfloat16}
+    for model, router in ((whole, whole), (whole, run), (base, whole)):
+        prepared(str(model), str(router), None, ["--port", "0"])
+
+
+def test_nothing_is_overwritten_or_left_half_written(
+    folders: tuple[Path, Path, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _, run, whole = folders
+    for out in (whole, run, run / "router.json"):
+        assert command_line(["merge", str(run), "--out", str(out)]) == 2
+        assert capsys.readouterr().err.splitlines() == [f"{out} is not empty: give a new folder"]
+
+    def fails(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(merging, "save", fails)
+    assert command_line(["merge", str(run), "--out", str(tmp_path / "new")]) == 1
+    assert len(capsys.readouterr().err.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
