@@ -275,6 +275,7 @@ class LastTokenSampled(torch.nn.Module):
         self.inner, self.lengths = inner, lengths
         self.gate, self.config, self.fitted, self.needs_fit = inner.gate, inner.config, inner.fitted, inner.needs_fit
         self.replaces, self.reads_narrow = inner.replaces, inner.reads_narrow
+        self.silent, self.repeats = inner.silent, False
 
     def forward(self, u: Tensor, own: Tensor, call: Any, weight: Any) -> Any:
         import dataclasses

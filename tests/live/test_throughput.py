@@ -12,7 +12,7 @@ from train_workers import world
 
 import vmoer
 from vmoer import models, tasks
-from vmoer.live import recording
+from vmoer.live import layers
 from vmoer.live.attach import record
 from vmoer.models import open_model
 from vmoer.numerics import noise
@@ -70,7 +70,7 @@ def test_posteriors_are_asked_together_as_they_would_be_alone(key: str, monkeypa
     batch = collate(world.examples(6, 4), range(6), CPU)
     found = []
     for together in (1, 2**16):
-        monkeypatch.setattr(recording, "TOKENS", together)
+        monkeypatch.setattr(layers, "TOKENS", together)
         model.zero_grad()
         with record(model, step=3) as rec:
             loss = answer_log_probs(model, batch)[:, 0].mean()

@@ -278,7 +278,7 @@ def test_states_that_are_nearly_alike_can_be_fitted() -> None:
     sums, r = _Sums(), router(vmoer.Deterministic(), gate(hidden=dim))
     for part in u.split(1000):
         sums(0, part, torch.zeros(len(part), 6))
-    _set(r, sums.outer_DD[0], 1.0, rank=None)
+    _set(r, sums.outer_DD[0], 1.0, rank="full")
     new = torch.randn(5, dim, generator=generator)
     seen = new.double() @ u.double().mT
     gram = torch.linalg.solve(torch.eye(2048, dtype=torch.float64) + u.double() @ u.double().mT, seen.mT)
@@ -295,7 +295,7 @@ def test_novelty_by_a_few_random_rows() -> None:
     new = torch.randn(3, dim, generator=generator) * torch.logspace(2, -2, dim)
     exact = (new.double() @ torch.linalg.inv(outer + torch.eye(dim, dtype=torch.float64)) * new.double()).sum(-1)
     r = router(vmoer.Deterministic(), gate())
-    _set(r, outer, 1.0, rank=None)
+    _set(r, outer, 1.0, rank="full")
     torch.testing.assert_close(r.novelty(new).double(), exact, rtol=1e-3, atol=0)
     _set(r, outer, 1.0, rank=dim)
     torch.testing.assert_close(r.novelty(new).double(), exact, rtol=1e-3, atol=0)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from vmoer.errors import InputError
 from vmoer.gates import Gate
 from vmoer.gates.rules import Rule, Score, Scoring
-from vmoer.live.recording import Inputs, Wanted, token_signals
+from vmoer.live.signals import Inputs, Wanted, token_signals
 from vmoer.numerics import kernels
 from vmoer.routers import Call, Config, Router, Routing
 

@@ -18,7 +18,9 @@ from vmoer.gates import Gate
 from vmoer.live.context import Attachment, Collector
 from vmoer.live.following import follow, unfollow
 from vmoer.live.installing import NAME, answer, choose, hook, install, prepare, self_check
-from vmoer.live.recording import Record, Wanted
+from vmoer.live.recording import Record
+from vmoer.live.signals import Wanted
+from vmoer.live.tape import is_compiled
 from vmoer.live.variational import VariationalGate
 from vmoer.routers import Config, Deterministic
 
@@ -127,7 +129,7 @@ def record(
     """Collect what the routers say inside the block: signals, experts, the KL; of passes, or of one `model.generate`.
 
     Args:
-        model: With a method attached.
+        model: With a method attached; the compiled model itself, where it is compiled.
         signals: Names of the signals to compute. By default those that cost next to nothing: all but `mc_logit_variance` of the
             Gaussian methods. "all" takes every signal that the method has.
         kl: Whether `rec.kl()` is wanted outside of training too. In training it always is.
@@ -143,8 +145,13 @@ def record(
     else:
         follow(model, attachment)
     record = Record(attachment.config, attachment.layers, signals=signals, keeps_kl=kl or step is not None)
+    if is_compiled(model) and not record.keeps_kl:
+        record.take_tape(attachment)
     with attachment.asking(record=record, step=step, first_row=first_row):
-        yield record
+        try:
+            yield record
+        finally:
+            record.end()
 
 
 def recording(model: nn.Module) -> Record | None:

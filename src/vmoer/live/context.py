@@ -39,6 +39,18 @@ class Recorder(Protocol):
         self, now: "Pass", layer: int, method: Router, u_TD: Tensor, routing: Routing, chosen_TK: Tensor
     ) -> None: ...
 
+    @property
+    def repeats(self) -> bool:
+        """Whether `describe` is all that it asks of a router, so that its answer can be replayed."""
+
+    @property
+    def asks(self) -> Any:
+        """What tells one record's questions from another's."""
+
+    def describe(self, method: Router, u_TD: Tensor, routing: Routing) -> dict[str, Tensor]: ...
+
+    def keep(self, now: "Pass", layer: int, chosen_TK: Tensor, signals: dict[str, Tensor]) -> None: ...
+
 
 class Replayed(Protocol):
     """Experts that a pass is to take in place of its own choice."""
@@ -100,6 +112,8 @@ class Pass:
     drawn: dict[Any, Tensor] = field(default_factory=dict)
     replayed: Mapping[int, Tensor] = field(default_factory=dict)
     """Experts to take, by layer."""
+    told: list[tuple[dict[str, Tensor], Tensor]] = field(default_factory=list)
+    """In compiled code, each layer's signals and experts until the last layer has spoken."""
     parts: tuple["Pass", ...] = ()
     """Columns that are routed apart from each other, in their order: those that average, and those that draw."""
 
@@ -123,6 +137,12 @@ class Pass:
         if self.asked.record is not None and layer not in self.seen:
             self.seen.add(layer)
             self.asked.record.add(self, layer, method, u_TD, routing, chosen_TK)
+
+    def keep(self, layer: int, chosen_TK: Tensor, signals: dict[str, Tensor]) -> None:
+        """The same where the signals are known."""
+        if self.asked.record is not None and layer not in self.seen:
+            self.seen.add(layer)
+            self.asked.record.keep(self, layer, chosen_TK, signals)
 
 
 @dataclass(eq=False)
@@ -201,8 +221,9 @@ class Attachment:
 
     def _pass(self, positions_BT: Tensor, mask_BT: Tensor | None, passes: Tensor | int | None) -> Pass:
         asked, (batch, tokens), device = self.asked, positions_BT.shape, positions_BT.device
-        rows_T = (asked.first_row + torch.arange(batch, device=device)).repeat_interleave(tokens)
+        rows_T = positions_BT.new_empty(0)  # only training noise is keyed by them
         if asked.step is not None:
+            rows_T = (asked.first_row + torch.arange(batch, device=device)).repeat_interleave(tokens)
             rows_T = rows_T + DOCUMENT * documents(positions_BT, mask_BT).reshape(-1)
         passes_T = None
         if passes is not None:

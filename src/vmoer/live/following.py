@@ -13,7 +13,7 @@ Shapes: B output rows, T columns of the output, N new tokens.
 import copy
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -84,8 +84,9 @@ class Follower:
         if record.passes:
             raise InputError("this record holds other passes already: use one record for each generate")
         beams = (config.num_beams or 1) > 1  # the one kind whose rows move
-        # a record grows with every pass, so compiled code would be compiled anew for each token
-        asked_for = {"disable_compile": True} | ({"return_dict_in_generate": True} if beams else {})
+        asked_for = {"return_dict_in_generate": True} if beams else {}
+        if may_compile(config, more):
+            record.take_tape(self.attachment, _tokens(config, given, more))
         record.generating = True
         try:
             out = own(module, **_asking(given, more, asked_for))
@@ -142,6 +143,23 @@ def unaligned(module: Any, config: Any, given: Any, more: Any) -> str | None:
     if cache is not None and cache.get_seq_length() > 0:
         return "the tokens in the cache it goes on from were routed before this record began"
     return None
+
+
+def may_compile(config: Any, more: Mapping[str, Any]) -> bool:
+    """Whether transformers may compile the passes of this generation: with a cache that keeps its place."""
+    if config.disable_compile:
+        return False
+    given = more.get("past_key_values")
+    static = config.cache_implementation is not None and "static" in str(config.cache_implementation)
+    return static or bool(getattr(given, "is_compileable", False) and type(given).__name__ != "DynamicCache")
+
+
+def _tokens(config: Any, given: Mapping[str, Any], more: Mapping[str, Any]) -> int:
+    """How many tokens are routed one at a time, at most."""
+    ids = next((x for x in (given.get("inputs"), more.get("input_ids")) if isinstance(x, Tensor)), None)
+    rows = (1 if ids is None else len(ids)) * max(config.num_beams or 1, config.num_return_sequences or 1)
+    columns = 1 if ids is None else ids.shape[1]
+    return rows * int(config.max_new_tokens or max(0, (config.max_length or 0) - columns))
 
 
 def until_end(tokens_BN: Tensor, eos: int | list[int] | None, pad: int | None) -> Tensor:

@@ -10,22 +10,18 @@ The record of one `model.generate` reads like that of one pass over the finished
 
 import asyncio
 import threading
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from vmoer.errors import InputError, short
+from vmoer.errors import InputError
 from vmoer.live import html
-from vmoer.live.context import Pass
-from vmoer.numerics import kernels
-from vmoer.numerics.tokens import joined
-from vmoer.routers import Config, Posterior, Router, Routing
-
-Wanted = Sequence[str] | Literal["all"] | None
-"""Signals that are asked for: by name, all of them, or (None) those that cost next to nothing."""
+from vmoer.live.context import NOTHING, Attachment, Pass
+from vmoer.live.layers import LayerRecord, compute_signals, divergences
+from vmoer.live.signals import Inputs, Wanted, names, token_signals, tried
+from vmoer.live.tape import Tape, tape_for
+from vmoer.routers import Config, Router, Routing
 
 QUANTILES = torch.tensor([0.0, 0.5, 1.0])
 MOST = 2**24  # numbers that torch.quantile takes
@@ -43,25 +39,6 @@ class Generation(NamedTuple):
     rows_BN: Tensor
     """The row of pass n that new token n was chosen in; anything where `real` is false."""
     passes: int
-
-
-@dataclass
-class LayerRecord:
-    """What one layer said in one pass."""
-
-    experts_TK: Tensor
-    posterior: Posterior | None
-    divergence_T: Tensor | None
-    signals: dict[str, Tensor]
-    inputs: "Inputs | None" = None
-
-
-class Inputs(NamedTuple):
-    """Inputs of signals that are computed on first access."""
-
-    method: Router
-    u_TD: Tensor
-    weight_TN: Tensor
 
 
 class Generated(NamedTuple):
@@ -89,10 +66,13 @@ class Record:
         keeps_kl: bool = True,
     ) -> None:
         self.config, self.layers = config, layers
-        self.wanted = signals if signals is None or signals == "all" else _names(signals)
+        self.wanted = signals if signals is None or signals == "all" else names(signals)
         self.keeps_kl = keeps_kl
         self._maker = _here()
-        self.passes: list[tuple[Pass, dict[int, LayerRecord]]] = []
+        self.tape: Tape | None = None
+        """Where compiled code records, if it does."""
+        self._passes: list[tuple[Pass, dict[int, LayerRecord]]] = []
+        self._taped: Tape | None = None
         self.generation: Generation | None = None
         self.generating = False
 
@@ -122,22 +102,79 @@ class Record:
     # -- filled by the routers -----------------------------------------------------------------------------------------
 
     def begin(self, now: Pass) -> None:
-        self.passes.append((now, {}))
+        if self.tape is None:
+            self._passes.append((now, {}))
+        elif not torch.compiler.is_compiling():
+            self.passes.append((now, {}))  # behind those on the tape
+
+    @property
+    def passes(self) -> list[tuple[Pass, dict[int, LayerRecord]]]:
+        """Every pass, and what each layer said in it."""
+        if self.tape is not None and int(self.tape.count):
+            self._taped = self.tape.taken()
+            self.tape.rewind()
+        if self._taped is not None:
+            taped, self._taped = self._taped, None
+            self._passes += _untaped(taped)
+        return self._passes
+
+    def take_tape(self, attachment: Attachment, columns: int = 0) -> None:
+        """Compiled code is about to run: it records on a tape with room for so many tokens."""
+        router = next(iter(attachment.routers.values()))
+        self.tape = tape_for(
+            attachment,
+            (self.asks, id(self.config), router.fitted),
+            lambda: [*self.describe(*tried(router))],
+            layers=self.layers,
+            k=router.gate.scoring.k,
+            columns=columns,
+            device=router.novelty_root_RD.device,
+        )
+
+    def end(self) -> None:
+        """The block is over: the tape is for another."""
+        if self.tape is not None:
+            self._taped, self.tape = self.tape.taken(), None
 
     def add(self, now: Pass, layer: int, method: Router, u_TD: Tensor, routing: Routing, chosen_TK: Tensor) -> None:
-        entries = next((entries for known, entries in reversed(self.passes) if known is now), None)
+        posterior = routing.posterior
+        if torch.is_grad_enabled() and now.step is not None:
+            inputs = Inputs(method, u_TD, routing.weight_TN)
+            self._entries(now)[layer] = LayerRecord(chosen_TK, posterior, None, {}, inputs)
+            return
+        if self.tape is not None and torch.compiler.is_compiling():
+            now.told.append((self.describe(method, u_TD, routing), chosen_TK))
+            if layer == self.tape.layers[-1]:
+                self.tape.write(now.shape, now.mask_BT, [told[0] for told in now.told], [told[1] for told in now.told])
+            return
+        self.keep(now, layer, chosen_TK, self.describe(method, u_TD, routing))
+        if self.keeps_kl and posterior is not None:
+            with torch.no_grad():
+                self._entries(now)[layer].divergence_T = posterior.divergence()
+
+    @property
+    def repeats(self) -> bool:
+        return not self.keeps_kl
+
+    @property
+    def asks(self) -> tuple[str, ...]:
+        return ("cheap",) if self.wanted is None else ("all",) if self.wanted == "all" else ("named", *self.wanted)
+
+    @torch.no_grad()
+    def describe(self, method: Router, u_TD: Tensor, routing: Routing) -> dict[str, Tensor]:
+        """The signals that were asked for."""
+        return token_signals(Inputs(method, u_TD, routing.weight_TN), routing.posterior, self.wanted)
+
+    def keep(self, now: Pass, layer: int, chosen_TK: Tensor, signals: dict[str, Tensor]) -> None:
+        self._entries(now)[layer] = LayerRecord(chosen_TK, None, None, signals)
+
+    def _entries(self, now: Pass) -> dict[int, LayerRecord]:
+        """Of this pass, which is nearly always the last."""
+        entries = next((entries for known, entries in reversed(self._passes) if known is now), None)
         if entries is None:  # a router run outside its decoder
             entries = {}
-            self.passes.append((now, entries))
-        posterior, inputs = routing.posterior, Inputs(method, u_TD, routing.weight_TN)
-        if torch.is_grad_enabled() and now.step is not None:
-            entries[layer] = LayerRecord(chosen_TK, posterior, None, {}, inputs)
-            return
-        with torch.no_grad():
-            signals = token_signals(inputs, posterior, self.wanted)
-            divergence_T = posterior.divergence() if posterior is not None and self.keeps_kl else None
-        # a clone: a CUDA graph replays into the same memory
-        entries[layer] = LayerRecord(chosen_TK.clone(), None, divergence_T, signals)
+            self._passes.append((now, entries))
+        return entries
 
     # -- read by the caller --------------------------------------------------------------------------------------------
 
@@ -157,7 +194,7 @@ class Record:
         for now, entries in self.passes:
             mask_T = None if now.mask_BT is None else now.mask_BT.reshape(-1)
             count = count + (len(now.positions_T) if mask_T is None else mask_T.sum())
-            for divergence_LT in _divergences([*entries.values()]):
+            for divergence_LT in divergences([*entries.values()]):
                 if mask_T is not None:  # where, not a product: padding may hold anything
                     divergence_LT = torch.where(mask_T.to(divergence_LT.device), divergence_LT, 0)
                 total = divergence_LT.sum() if total is None else total + divergence_LT.sum().to(total.device)
@@ -178,9 +215,9 @@ class Record:
         """
         self._require()
         for _, entries in self.passes:
-            _compute_signals([entry for entry in entries.values() if entry.inputs is not None], self.wanted)
-        names = next(iter(self.passes[0][1].values())).signals
-        return {name: self._join(lambda entry, name=name: entry.signals[name]) for name in names}
+            compute_signals([entry for entry in entries.values() if entry.inputs is not None], self.wanted)
+        first = next(iter(self.passes[0][1].values())).signals
+        return {name: self._join(lambda entry, name=name: entry.signals[name]) for name in first}
 
     @property
     def experts(self) -> Tensor:
@@ -245,13 +282,21 @@ class Record:
             raise InputError("nothing was recorded: run the model inside `with vmoer.record(model)`")
 
 
-def gate_entropy(method: Router, weight_TN: Tensor) -> Tensor:
-    """Entropy of the experts' scores as a distribution, in nats, [T]."""
-    scoring = method.gate.scoring
-    if scoring.score == "softmax" and (fused := kernels.entropy(weight_TN)) is not None:
-        return fused
-    p_TN = scoring.probabilities(weight_TN)
-    return torch.special.entr(p_TN).sum(-1)
+def _untaped(tape: Tape) -> list[tuple[Pass, dict[int, LayerRecord]]]:
+    """The passes that compiled code wrote, like any others."""
+    found = tape.passes()
+    if found is None:
+        raise InputError(f"more than {tape.columns} tokens of compiled passes: use one record for fewer of them")
+    passes = []
+    for shape, mask_BT, signals_LGT, experts_LTK in found:
+        position_T = torch.arange(shape[1], device=mask_BT.device).repeat(shape[0])
+        now = Pass(position_T, position_T.new_empty(0), mask_BT, shape, tape.of, NOTHING)
+        entries = {}
+        for at, layer in enumerate(tape.layers):
+            signals = dict(zip(tape.names, signals_LGT[at], strict=True))
+            entries[layer] = LayerRecord(experts_LTK[at], None, None, signals)
+        passes.append((now, entries))
+    return passes
 
 
 def _here() -> tuple[int, object]:
@@ -259,83 +304,3 @@ def _here() -> tuple[int, object]:
         return threading.get_ident(), asyncio.current_task()
     except RuntimeError:  # no event loop is running
         return threading.get_ident(), None
-
-
-def _names(signals: Any) -> tuple[str, ...]:
-    if isinstance(signals, str) or not all(isinstance(name, str) for name in signals):
-        raise InputError(f"signals={short(signals)} must be a list of names, or 'all'")
-    return tuple(signals)
-
-
-def token_signals(inputs: Inputs, posterior: Posterior | None, wanted: Wanted = None) -> dict[str, Tensor]:
-    """The signals that a record asked for."""
-    named = None if wanted is None or wanted == "all" else {*wanted}
-    of_posterior = None if named is None else named - {"gate_entropy", "novelty"}
-    found: dict[str, Tensor] = {}
-    if named is None or "gate_entropy" in named:
-        found["gate_entropy"] = gate_entropy(inputs.method, inputs.weight_TN)
-    if posterior is not None and of_posterior != set():
-        found |= posterior.signals()
-        if wanted == "all" or (of_posterior and not of_posterior <= found.keys()):
-            found |= posterior.costly_signals()
-    if inputs.method.fitted and (named is None or "novelty" in named):
-        found["novelty"] = inputs.method.novelty(inputs.u_TD)
-    if named is None:
-        return found
-    for name in sorted(named - found.keys()):
-        raise _no_such(name, inputs.method, posterior)
-    return {name: value for name, value in found.items() if name in named}
-
-
-def _no_such(name: str, method: Router, posterior: Posterior | None) -> InputError:
-    if name == "novelty":
-        return InputError("novelty has no reference yet: call vmoer.fit(model, batches) first")
-    own = [] if posterior is None else [*posterior.signals(), *posterior.costly_signals()]
-    has = ", ".join(["gate_entropy", *own, *(["novelty"] if method.fitted else [])])
-    return InputError(f"{method.config.key} has no signal {short(name)} in this pass: it has {has}")
-
-
-# -- many layers at once -----------------------------------------------------------------------------------------------
-
-TOKENS = 2**16  # that layers are joined over at most, each layer's counted: joining them takes little memory
-
-
-def _divergences(entries: Sequence[LayerRecord]) -> Iterator[Tensor]:
-    """Every layer's penalty, [layers, T], with its gradient where there is one."""
-    yield from (entry.divergence_T.unsqueeze(0) for entry in entries if entry.divergence_T is not None)
-    for some in _groups([entry for entry in entries if entry.posterior is not None]):
-        posterior = _joined(some)
-        if posterior is not None:
-            yield posterior.divergence().view(len(some), -1)
-        else:
-            yield from (entry.posterior.divergence().unsqueeze(0) for entry in some if entry.posterior is not None)
-
-
-@torch.no_grad()
-def _compute_signals(entries: Sequence[LayerRecord], wanted: Wanted) -> None:
-    """Fill in the signals of layers that were recorded with their inputs."""
-    for some in _groups(entries):
-        inputs = [entry.inputs for entry in some if entry.inputs is not None]
-        alike = len({(x.method.gate.scoring, x.weight_TN.device) for x in inputs}) == 1
-        posterior = _joined(some)
-        together = alike and (posterior is not None or some[0].posterior is None)
-        if together and not inputs[0].method.fitted:  # novelty: each layer has statistics of its own
-            whole = inputs[0]._replace(weight_TN=torch.cat([x.weight_TN for x in inputs]))
-            found = {name: x.detach().chunk(len(some)) for name, x in token_signals(whole, posterior, wanted).items()}
-            for number, entry in enumerate(some):
-                entry.signals, entry.inputs = {name: parts[number] for name, parts in found.items()}, None
-        else:
-            for entry, own in zip(some, inputs, strict=True):
-                entry.signals, entry.inputs = token_signals(own, entry.posterior, wanted), None
-
-
-def _groups(entries: Sequence[LayerRecord]) -> Iterator[Sequence[LayerRecord]]:
-    """Layers in groups of at most TOKENS tokens."""
-    size = max(1, TOKENS // max(1, len(entries[0].experts_TK))) if entries else 1
-    yield from (entries[start : start + size] for start in range(0, len(entries), size))
-
-
-def _joined(entries: Sequence[LayerRecord]) -> Posterior | None:
-    """One posterior over the tokens of all these layers; None where theirs differ in more than their tokens."""
-    posteriors = [entry.posterior for entry in entries if entry.posterior is not None]
-    return joined(posteriors) if posteriors and len(posteriors) == len(entries) else None

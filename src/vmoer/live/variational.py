@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from vmoer import gates
 from vmoer.errors import InputError, RunError
 from vmoer.gates import Gate
-from vmoer.live.context import Asked, Attachment, Pass
+from vmoer.live import capturing
+from vmoer.live.context import Asked, Attachment, Pass, Recorder
 from vmoer.numerics import kernels
 from vmoer.routers import Call, Routing
 
@@ -39,15 +40,45 @@ class VariationalGate(nn.Module):
         return tuple(current.join(tensors) for tensors in zip(*outs, strict=True))
 
     def _routed(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        gate, method = self.vmoer_gate, self.vmoer
-        current = self.vmoer_attachment.current(hidden_states.reshape(-1, gate.hidden_size))
-        asked = current.asked
+        method, plain = self.vmoer, not (args or kwargs) and self.vmoer_gate.types is not None
+        u_TD = hidden_states if hidden_states.dim() == 2 else hidden_states.reshape(-1, self.vmoer_gate.hidden_size)
+        current = self.vmoer_attachment.current(u_TD)
         replayed_TK = None
-        if asked.check is not None:
-            asked.check.fired = True
+        if current.asked.check is not None:
+            current.asked.check.fired = True
         else:
-            tokens = hidden_states.numel() // gate.hidden_size
-            replayed_TK = self.vmoer_attachment.replayed(self.vmoer_layer, tokens, hidden_states.device)
+            replayed_TK = self.vmoer_attachment.replayed(self.vmoer_layer, len(u_TD), u_TD.device)
+        told = current.asked.record is not None or current.asked.collector is not None
+        plain = plain and replayed_TK is None
+        if plain and (told or not method.silent) and capturing.fits(hidden_states, current, method):
+            found = capturing.captured(self, method, hidden_states, current, self._described)
+            if found is not None:
+                current.keep(self.vmoer_layer, found.chosen_TK, found.signals)
+                return found.out
+        out, u_TD, routing, chosen_TK = self._answered(hidden_states, current, told, args, kwargs, replayed_TK)
+        if routing is not None:
+            current.hand_over(self.vmoer_layer, method, u_TD, routing, chosen_TK)
+        return out
+
+    def _described(self, hidden_states: Tensor, current: Pass, record: Recorder | None) -> capturing.Answer:
+        """The answer and what that record asks of it, by nothing but kernels."""
+        out, u_TD, routing, chosen_TK = self._answered(hidden_states, current, record is not None, (), {})
+        signals = {} if record is None or routing is None else record.describe(self.vmoer, u_TD, routing)
+        if not signals:
+            return capturing.Answer(out, chosen_TK)
+        return capturing.Answer(out, chosen_TK, tuple(signals), torch.stack([x.float() for x in signals.values()]))
+
+    def _answered(
+        self,
+        hidden_states: Tensor,
+        current: Pass,
+        told: bool,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        replayed_TK: Tensor | None = None,
+    ) -> tuple[Any, Tensor, Routing | None, Tensor]:
+        """What the router answers; and the states, the routing and the experts, where they may be `told`."""
+        gate, method, asked = self.vmoer_gate, self.vmoer, current.asked
         out = None
         if self._replaces(hidden_states, asked):
             u_TD = hidden_states
@@ -56,28 +87,28 @@ class VariationalGate(nn.Module):
                 logits_TN = logits_TN.float()
         else:
             out = super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
-            if not asked.enabled:
-                return out if replayed_TK is None else gate.replay(self, out, replayed_TK, args, kwargs)[0]
+            if not asked.enabled or (method.silent and not told):
+                out = out if replayed_TK is None else gate.replay(self, out, replayed_TK, args, kwargs)[0]
+                return out, hidden_states, None, hidden_states
             u_TD = hidden_states.reshape(-1, gate.hidden_size)
             logits_TN = gate.logits(out)
         if asked.collector is not None:
             asked.collector(self.vmoer_layer, u_TD, logits_TN)
             if method.needs_fit:  # it cannot route yet; what it takes its covariance from is the model's own routing
-                return out
+                return out, u_TD, None, u_TD
         if method.needs_fit and not method.fitted and asked.check is None:
             raise RunError(f"{method.config.key} has seen no data yet: call vmoer.fit(model, batches) first")
         routing = method(u_TD, logits_TN, self._call(current), gates.router_weight(self, gate))
         if routing is None:
             assert out is not None
-            routing, chosen_TK = Routing(logits_TN, logits_TN), gate.experts(out)
+            chosen_TK = gate.experts(out)
             if replayed_TK is not None:
                 out, chosen_TK = gate.replay(self, out, replayed_TK, args, kwargs)
-        else:
-            bias_N = gate.bias(self, args, kwargs)
-            logits = routing.select_TN, routing.weight_TN
-            out, chosen_TK = gate.route(self, out, *logits, bias_N, routing.relaxed_TN, routing.given, replayed_TK)
-        current.hand_over(self.vmoer_layer, method, u_TD, routing, chosen_TK)
-        return out
+            return out, u_TD, Routing(logits_TN, logits_TN), chosen_TK
+        bias_N = gate.bias(self, args, kwargs)
+        logits = routing.select_TN, routing.weight_TN
+        out, chosen_TK = gate.route(self, out, *logits, bias_N, routing.relaxed_TN, routing.given, replayed_TK)
+        return out, u_TD, routing, chosen_TK
 
     def _replaces(self, hidden_states: Tensor, asked: Asked) -> bool:
         """Whether the model's own choice of experts need not be made: at inference, where its logits are W_r u and no more."""

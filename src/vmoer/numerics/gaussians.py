@@ -193,6 +193,9 @@ class Scaled(Gaussian):
     def variance_TN(self) -> Tensor:
         return self.scale_T.unsqueeze(-1) * self.factor_NN.square().sum(-1)
 
+    def trace(self) -> Tensor:
+        return self.scale_T * self.factor_NN.square().sum()
+
     def samples(self, eps: Tensor) -> Tensor:
         return self.mean_TN.unsqueeze(1) + self.scale_T.sqrt()[:, None, None] * (eps @ self.factor_NN.mT)
 

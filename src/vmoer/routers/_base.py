@@ -23,6 +23,7 @@ from vmoer.errors import InputError, short
 from vmoer.gates import Gate
 from vmoer.numerics import kernels, noise
 from vmoer.numerics.tokens import PerToken
+from vmoer.routers._novelty import Novelty
 
 Sampling = Literal["fixed", "mc", "delta", "delta-cv"]
 Trained = Literal["network", "weights"] | None
@@ -229,6 +230,10 @@ class Posterior(PerToken):
         """More of the same, computed only where a record asks for it."""
         return {}
 
+    def signals_and_entropy(self, weight_TN: Tensor) -> tuple[dict[str, Tensor], Tensor] | None:
+        """`signals()`, and the entropy of softmax(weight), where one kernel finds both; else None."""
+        return None
+
 
 @dataclass(frozen=True)
 class Routing:
@@ -241,7 +246,7 @@ class Routing:
     """The gate's weights and experts, [T, K] each, where a fused kernel found them on the way."""
 
 
-class Router(nn.Module):
+class Router(Novelty):
     """A method at one layer. Parameters are float32; `forward` gets float32 logits whatever the model's dtype."""
 
     needs_fit: ClassVar[bool] = False
@@ -249,37 +254,30 @@ class Router(nn.Module):
     """Whether `forward` takes the logits in the model's dtype on a GPU, for a kernel that widens them as it reads."""
     samples_logits: ClassVar[bool] = False
     """Whether it averages over samples of a posterior `q` at `self.points()`, which can be looked at one by one."""
-    novelty_root_RD: Tensor
+    silent: ClassVar[bool] = False
+    """Whether it never answers for the model's own router, so that it need not be asked where nobody records."""
+    reads_positions: ClassVar[bool] = False
+    """Whether averaging depends on where a token stands."""
 
     def __init__(self, config: Any, gate: Gate, weight_ND: Tensor | None, layer: int, device: torch.device) -> None:
         super().__init__()
         self.config, self.gate, self.layer = config, gate, layer
-        self.register_novelty(device)
+        self.register_novelty(gate.hidden_size, device)
 
     def forward(self, u_TD: Tensor, logits_TN: Tensor, call: Call, weight_ND: Tensor | None) -> Routing | None:
         """None means: keep what the model's own router said."""
         raise NotImplementedError
 
-    def register_novelty(self, device: torch.device) -> None:
-        """Room for `vmoer.fit`; empty until fitted."""
-        self.register_buffer("novelty_root_RD", torch.zeros(0, self.gate.hidden_size, device=device))
-
-    def _apply(self, fn: Any, recurse: bool = True) -> "Router":
-        """The statistics stay in float32 whatever the model is cast to: what they leave of a state is small against it."""
-        kept = self.novelty_root_RD
-        super()._apply(fn, recurse)
-        if self.novelty_root_RD.dtype != kept.dtype:
-            self.novelty_root_RD = kept.to(self.novelty_root_RD.device)
-        return self
+    @property
+    def repeats(self) -> bool:
+        """Whether `forward` at inference is a function of its arguments and of what the parameters and buffers hold, so that its
+        kernels can be replayed."""
+        return False
 
     @property
     def replaces(self) -> bool:
         """Whether `forward` answers for the model's own router, which then need not choose experts itself."""
         return True
-
-    @property
-    def fitted(self) -> bool:
-        return self.novelty_root_RD.shape[0] > 0
 
     def configure(self, config: Any) -> None:
         """Take on other settings (vmoer.live.attach.reconfigured). What was derived from the former ones is derived anew."""
@@ -299,13 +297,6 @@ class Router(nn.Module):
     def work(self) -> tuple[int, int] | None:
         """Outputs of the inference network for a token, and multiply-accumulates after it; None without a network."""
         return None
-
-    def novelty(self, u_TD: Tensor) -> Tensor:
-        """u' A^-1 u = |W u|^2, [T]; W is a root of A^-1 or a sketch of it (vmoer.live.fitting)."""
-        fused = kernels.novelty(u_TD, self.novelty_root_RD)
-        if fused is not None:
-            return fused
-        return (u_TD.float() @ self.novelty_root_RD.float().mT).square().sum(-1)
 
     def linear(self, x: Tensor, layer: nn.Linear) -> Tensor:
         """In float32 where gradients flow; in the model's dtype, with float32 accumulation, at inference."""

@@ -68,6 +68,10 @@ class GaussianPosterior(Posterior):
     def signals(self) -> dict[str, Tensor]:
         return {"logit_variance": self.q.wide().trace()}
 
+    def signals_and_entropy(self, weight_TN: Tensor) -> tuple[dict[str, Tensor], Tensor] | None:
+        found = kernels.entropy_and_trace(weight_TN, self.q)
+        return None if found is None else ({"logit_variance": found[1]}, found[0])
+
     def costly_signals(self) -> dict[str, Tensor]:
         if self.eps is None or self.eps.shape[-2] == 1:
             return {}
@@ -77,6 +81,10 @@ class GaussianPosterior(Posterior):
 class GaussianRouter(Router):
     reads_narrow = True
     noise_dim: int
+
+    @property
+    def repeats(self) -> bool:
+        return bool(self.config.sampling == "fixed")
 
     def add_points(self, device: torch.device) -> None:
         self.points = Points(self.config.samples, self.noise_dim, self.config.seed + self.layer, device)

@@ -9,9 +9,15 @@ from vmoer.routers._base import Call, Config, Router, Trained
 
 
 class DeterministicRouter(Router):
+    silent = True
+
     @property
     def replaces(self) -> bool:
         return False
+
+    @property
+    def repeats(self) -> bool:
+        return True
 
     def forward(self, u_TD: Tensor, logits_TN: Tensor, call: Call, weight_ND: Tensor | None) -> None:
         return None

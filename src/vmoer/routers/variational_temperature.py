@@ -60,6 +60,11 @@ class TemperaturePosterior(Posterior):
 
 class VariationalTemperatureRouter(Router):
     reads_narrow = True
+    reads_positions = True
+
+    @property
+    def repeats(self) -> bool:
+        return bool(self.config.sampling == "fixed")
 
     def __init__(self, config: Any, gate: Gate, weight_ND: Tensor | None, layer: int, device: torch.device) -> None:
         super().__init__(config, gate, weight_ND, layer, device)

@@ -12,6 +12,7 @@ CPU and on a GPU where there is one.
     cholesky      vglr-fc, N up to 256              low_rank      vglr-mf, vglr-lr and laplace, N up to 512
     temperature   vtsr                              select        Top-K and gate weights by themselves
     quadratic     novelty, rank up to 256           entropies     entropy of the experts' scores
+    spreads       that entropy and the trace of the covariance
 """
 
 import importlib.util
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 from vmoer.numerics.gaussians import Cholesky, Diagonal, Factored, Gaussian, Scaled
-from vmoer.numerics.kernels._asks import MANY, Ask, Choice, Keys, Tempered
+from vmoer.numerics.kernels._asks import MANY, Ask, Choice, Keys, Tempered, halves
 
 MOST_POINTS = 64
 enabled = os.environ.get("VMOER_KERNELS", "1") != "0"
@@ -127,13 +128,30 @@ def entropy(logits_TN: Tensor) -> Tensor | None:
     return entropies.entropy(logits_TN)
 
 
-def novelty(u_TD: Tensor, root_RD: Tensor) -> Tensor | None:
-    """[T]: |W u|^2, or None."""
+def entropy_and_trace(logits_TN: Tensor, q: Gaussian) -> tuple[Tensor, Tensor] | None:
+    """[T] each: the entropy of softmax(logits) and q.trace(), in one launch; or None."""
+    if not _usable(logits_TN) or logits_TN.dim() != 2 or logits_TN.shape[-1] > 1024:
+        return None
+    from vmoer.numerics.kernels import spreads
+
+    if isinstance(q, Cholesky) and _usable(q.raw_TC):
+        return spreads.entropy_and_trace(logits_TN, q.raw_TC, None, q.scale, triangle=True)
+    if isinstance(q, Diagonal) and _usable(q.log_sd_TN):
+        return spreads.entropy_and_trace(logits_TN, q.log_sd_TN, None, q.scale)
+    if isinstance(q, Factored) and _usable(q.log_sd_TN):
+        factor_TNR = q.factor_TNR if q.factor_TNR.shape[-1] else None
+        if factor_TNR is None or _usable(factor_TNR):
+            return spreads.entropy_and_trace(logits_TN, q.log_sd_TN, factor_TNR, q.scale)
+    return None
+
+
+def novelty(u_TD: Tensor, root_RD: Tensor, split: tuple[Tensor, Tensor] | None = None) -> Tensor | None:
+    """[T]: |W u|^2, or None. `split` is `halves(root_RD)`, where the caller has kept it."""
     if not _usable(u_TD, root_RD) or len(root_RD) > 256 or root_RD.dtype != torch.float32:
         return None
     from vmoer.numerics.kernels import quadratic
 
-    return quadratic.novelty(u_TD, root_RD)
+    return quadratic.novelty(u_TD, root_RD, split)
 
 
 __all__ = [
@@ -146,7 +164,9 @@ __all__ = [
     "average",
     "enabled",
     "entropy",
+    "entropy_and_trace",
     "expected_sigmoid_logit",
+    "halves",
     "log_expected_softmax",
     "novelty",
     "temper",

@@ -54,3 +54,9 @@ class Tempered(NamedTuple):
     def chosen(self) -> tuple[Tensor, Tensor] | None:
         """Weights and indices, where they were asked for."""
         return None if self.weights_TK is None or self.indices_TK is None else (self.weights_TK, self.indices_TK)
+
+
+def halves(root_RD: Tensor) -> tuple[Tensor, Tensor]:
+    """A float32 matrix as the sum of two in bfloat16, 2^-18 of it lost."""
+    high_RD = root_RD.contiguous().bfloat16()
+    return high_RD, (root_RD - high_RD).bfloat16().contiguous()

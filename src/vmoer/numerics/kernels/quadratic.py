@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vmoer.numerics.kernels._asks import MANY
+from vmoer.numerics.kernels._asks import MANY, halves
 from vmoer.numerics.kernels._tiles import on_device, pad, product
 
 
@@ -39,19 +39,23 @@ def _novelty_kernel(
     tl.store(out_ptr + t, tl.sum(along_BR * along_BR, 1), mask=live)
 
 
-def novelty(u_TD: Tensor, root_RD: Tensor, *, tokens_a_program: int | None = None) -> Tensor:
-    """[T] in float32; the root in float32."""
+def novelty(
+    u_TD: Tensor, root_RD: Tensor, split: tuple[Tensor, Tensor] | None = None, *, tokens_a_program: int | None = None
+) -> Tensor:
+    """[T] in float32; the root in float32. States in bfloat16 are multiplied by its two parts: `split`, or found here."""
     tokens, dim = u_TD.shape
     block = tokens_a_program or (16 if tokens < MANY else 128)
     rank = pad(len(root_RD), 16)
     out_T = torch.empty(tokens, dtype=torch.float32, device=u_TD.device)
-    split, root_RD = u_TD.dtype == torch.bfloat16, root_RD.contiguous()
-    high_RD = root_RD.bfloat16() if split else root_RD
-    low_RD = (root_RD - high_RD).bfloat16() if split else high_RD
+    narrow = u_TD.dtype == torch.bfloat16
+    if narrow:
+        high_RD, low_RD = split or halves(root_RD)
+    else:
+        high_RD = low_RD = root_RD.contiguous()
     with on_device(u_TD):
         _novelty_kernel[(triton.cdiv(tokens, block),)](
             u_TD, high_RD, low_RD, out_T, tokens, *u_TD.stride(),
-            D=dim, R=len(root_RD), R_PAD=rank, B=block, J=32 if u_TD.dtype == torch.float32 else 64, SPLIT=split,
-            num_warps=4 if block < 64 else 8, num_stages=4 if split and rank <= 128 else 2,
+            D=dim, R=len(root_RD), R_PAD=rank, B=block, J=32 if u_TD.dtype == torch.float32 else 64, SPLIT=narrow,
+            num_warps=4 if block < 64 else 8, num_stages=4 if narrow and rank <= 128 else 2,
         )  # fmt: skip
     return out_T

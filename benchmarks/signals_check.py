@@ -1,0 +1,218 @@
+"""Whether what is read is right on this device: a line for each check, `ok` or `FAILS` first.
+
+Kernels against float64; a router's replayed graph against its kernels launched one by one, over random shapes; a recorded pass
+under a CUDA graph and compiled against the eager one; PyTorch's own checks of the operator, captured and padded.
+"""
+
+import random
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import vmoer
+from vmoer.bench.geometries import SMALL
+from vmoer.bench.measure import captured
+from vmoer.bench.reading import fitted
+from vmoer.bench.subjects import DEVICE, routers
+from vmoer.inference import operator
+from vmoer.live import capturing
+from vmoer.live.attach import routers_of
+from vmoer.numerics import kernels
+from vmoer.numerics.gaussians import Cholesky, Diagonal, Factored, Gaussian
+
+Check = Callable[[], str]
+KEYS = ("vglr-fc", "vglr-mf", "vglr-lr", "vtsr", "map")
+SHAPES = 200
+
+
+def error(ours: Tensor, theirs: Tensor) -> float:
+    """The largest error, relative to the largest number."""
+    return float((ours.double() - theirs.double()).abs().max() / theirs.double().abs().max().clamp_min(1e-30))
+
+
+def spread_kernels() -> str:
+    worst = 0.0
+    for tokens, n in ((1, 40), (37, 60), (3000, 40), (16384, 40), (4096, 128)):
+        mean_TN = torch.randn(tokens, n, device=DEVICE)
+        entries = n * (n + 1) // 2
+        for dtype in (torch.bfloat16, torch.float32):
+            raw_TC = (0.3 * torch.randn(entries, tokens, device=DEVICE)).to(dtype).mT
+            heads = (0.3 * torch.randn(tokens, 9 * n, device=DEVICE)).to(dtype)
+            for q, wide in (
+                (Cholesky(mean_TN, raw_TC, 0.7), Cholesky(mean_TN.double(), raw_TC.double(), 0.7)),
+                (Cholesky(mean_TN, raw_TC.contiguous(), 0.7), Cholesky(mean_TN.double(), raw_TC.double(), 0.7)),
+                (Diagonal(mean_TN, heads[:, :n], 2.0), Diagonal(mean_TN.double(), heads[:, :n].double(), 2.0)),
+                (
+                    Factored(mean_TN, heads[:, :n], heads[:, n:].unflatten(-1, (n, 8))),
+                    Factored(mean_TN.double(), heads[:, :n].double(), heads[:, n:].double().unflatten(-1, (n, 8))),
+                ),
+            ):
+                assert isinstance(q, Gaussian)
+                found = kernels.entropy_and_trace(mean_TN, q)
+                assert found is not None, "the kernel did not answer"
+                p_TN = mean_TN.double().softmax(-1)
+                worst = max(worst, error(found[0], torch.special.entr(p_TN).sum(-1)), error(found[1], wide.trace()))
+                assert worst < 1e-5, f"{type(q).__name__} {tokens} x {n} {dtype}: {worst:.1e}"
+    return f"entropy and trace: {worst:.1e} off float64"
+
+
+def novelty_kernel() -> str:
+    worst = 0.0
+    for tokens, dim, rank in ((1, 1536, 128), (300, 2048, 128), (16384, 1536, 128), (5000, 2048, 256), (77, 576, 64)):
+        root_RD = torch.randn(rank, dim, device=DEVICE) / dim
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            u_TD = torch.randn(tokens, dim, device=DEVICE).to(dtype)
+            expected = (u_TD.double() @ root_RD.double().mT).square().sum(-1)
+            for split in (None, kernels.halves(root_RD)):
+                found = kernels.novelty(u_TD, root_RD, split)
+                assert found is not None, "the kernel did not answer"
+                worst = max(worst, error(found, expected))
+                assert worst < 1e-3, f"{tokens} x {dim}, rank {rank}, {dtype}: {worst:.1e}"
+    return f"novelty: {worst:.1e} off float64"
+
+
+def replays() -> str:
+    """A router asked often enough is captured; the same states then give the same answer and the same signals."""
+    draw, shapes, taken = random.Random(0), 0, 0
+    plain = SMALL["small-granite"].build(DEVICE, torch.bfloat16)
+    for key in KEYS:
+        model = fitted(plain, key, [1, 4])
+        gate = routers(model)[0]
+        for _ in range(SHAPES // len(KEYS)):
+            tokens = draw.choice([1, draw.randint(2, 64), draw.randint(65, capturing.MOST)])
+            states = [torch.randn(tokens, 256, device=DEVICE, dtype=torch.bfloat16) for _ in range(6)]
+            found = []
+            for capturing.enabled in (False, True):
+                outs = []
+                for u_TD in states:
+                    with vmoer.record(model) as rec:
+                        out = gate(u_TD)
+                    entry = rec.passes[-1][1][gate.vmoer_layer]
+                    outs.append((*out, entry.experts_TK, *[entry.signals[name] for name in sorted(entry.signals)]))
+                found.append(outs)
+            for off, on in zip(*found, strict=True):
+                for theirs, ours in zip(off, on, strict=True):
+                    assert torch.equal(ours, theirs) or error(ours, theirs) < 1e-5, f"{key}, {tokens} tokens"
+            kept = capturing._LOCAL.kept[gate.vmoer].takes
+            taken += any(take is not None and key_[2][0] == tokens for key_, take in kept.items())
+            shapes += 1
+    assert taken == shapes, f"{taken} of {shapes} shapes were captured"
+    return f"replayed routers: {shapes} shapes, equal"
+
+
+def close(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    assert ours.keys() == theirs.keys()
+    return max(error(ours[name], theirs[name]) for name in theirs)
+
+
+def graphs() -> str:
+    """A recorded pass of a float32 model as one CUDA graph."""
+    worst, draw = 0.0, random.Random(1)
+    plain = SMALL["small-granite"].build(DEVICE, torch.float32)
+    for key in KEYS:
+        model = fitted(plain, key, [1, 4])
+        for router in routers_of(model).values():
+            router.float()
+        for _ in range(3):
+            ids = torch.randint(1000, (draw.randint(1, 4), draw.randint(1, 300)), device=DEVICE)
+            kept: dict[str, Any] = {}
+
+            def work(ids: Tensor = ids, kept: dict[str, Any] = kept, model: Any = model) -> Tensor:
+                with vmoer.record(model) as rec:
+                    out: Tensor = model(input_ids=ids, use_cache=False).logits
+                kept["rec"] = rec
+                return out
+
+            work()
+            eager, experts = kept["rec"].signals, kept["rec"].experts
+            replay = captured(work)
+            replay()
+            torch.cuda.synchronize()
+            worst = max(worst, close(kept["rec"].signals, eager))
+            assert worst < 1e-5, f"{key}, {tuple(ids.shape)}: {worst:.1e}"
+            assert torch.equal(kept["rec"].experts, experts), f"{key}, {tuple(ids.shape)}: other experts"
+    return f"recorded passes under CUDA graphs: {worst:.1e} off the eager ones, the same experts"
+
+
+def compiled() -> str:
+    """A float32 model under mode="reduce-overhead": passes of one record, and records one after the other."""
+    worst, graphs, before = 0.0, [], torch.backends.cuda.matmul.allow_tf32
+    plain = SMALL["small-granite"].build(DEVICE, torch.float32)
+    for key in ("vglr-fc", "vtsr"):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        model = fitted(plain, key, [1, 4])
+        for router in routers_of(model).values():
+            router.float()
+        fast = torch.compile(model, mode="reduce-overhead", fullgraph=True)
+        ids = torch.randint(1000, (4, 2, 40), device=DEVICE)
+        for _ in range(3):
+            with vmoer.record(fast) as rec:
+                for part in ids:
+                    fast(input_ids=part, use_cache=False)
+            with vmoer.record(model) as eager:
+                for part in ids:
+                    model(input_ids=part, use_cache=False)
+            same = (rec.experts == eager.experts).all(-1)
+            worst = max(worst, max(error(rec.signals[n][same], eager.signals[n][same]) for n in eager.signals))
+            assert same.float().mean() > 0.99, f"{key}: {same.float().mean():.3f} of the experts are the same"
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert set(graphs) == {1}, f"compiled {graphs} times"
+    assert worst < 1e-3, f"{worst:.1e} off"
+    torch.backends.cuda.matmul.allow_tf32 = before
+    return f"compiled and recorded: one graph, {worst:.1e} off the eager signals where the experts are the same"
+
+
+def operators() -> str:
+    """opcheck, capture and padding of `torch.ops.vmoer.route` in each dtype."""
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        plain = SMALL["small-granite"].build(DEVICE, dtype)
+        model = fitted(plain, "vglr-fc", [1])
+        theirs = routers_of(model)[1]
+        gate = operator.logits_gate("softmax", 40, 8, 256)
+        ours = vmoer.FullCovariance().router(vmoer.FullCovariance(), gate, None, 1, torch.device(DEVICE))
+        ours.novelty_root_RD = theirs.novelty_root_RD
+        ours.load_state_dict({name: x.float() for name, x in theirs.state_dict().items()})
+        operator.forget()
+        operator.host("checked", ours, None, dtype)
+        u_TD = torch.randn(33, 256, device=DEVICE).to(dtype)
+        logits_TN = torch.randn(33, 40, device=DEVICE).to(dtype)
+        tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+        found = torch.library.opcheck(torch.ops.vmoer.route.default, (u_TD, logits_TN, "checked"), test_utils=tests)
+        assert set(found.values()) == {"SUCCESS"}, found
+        eager = torch.ops.vmoer.route(u_TD, logits_TN, "checked")
+        kept: dict[str, Any] = {}
+
+        def work(u: Tensor = u_TD, logits: Tensor = logits_TN, kept: dict[str, Any] = kept) -> None:
+            kept["out"] = torch.ops.vmoer.route(u, logits, "checked")
+
+        captured(work)()
+        torch.cuda.synchronize()
+        padded = torch.full((64, 256), float("nan"), device=DEVICE, dtype=dtype)
+        padded[:33] = u_TD
+        wide = torch.full((64, 40), float("nan"), device=DEVICE, dtype=dtype)
+        wide[:33] = logits_TN
+        for other in (kept["out"], torch.ops.vmoer.route(padded, wide, "checked")):
+            for a, b in zip(other, eager, strict=True):
+                assert error(a[:33], b) < (1e-5 if dtype == torch.float32 else 1e-2), f"{dtype}: not the same"
+    operator.forget()
+    return "the operator: opcheck, captured, and beside padding of NaN, in three dtypes"
+
+
+def run(say: Callable[[str], None]) -> list[str]:
+    checks: list[Check] = [spread_kernels, novelty_kernel, replays, graphs, operators, compiled]
+    lines = []
+    for check in checks:
+        start = time.perf_counter()
+        try:
+            lines.append(f"ok    {check()}")
+        except Exception as reason:
+            traceback.print_exc()
+            lines.append(f"FAILS {check.__name__}: {type(reason).__name__}: {reason}".splitlines()[0][:300])
+        say(f"{lines[-1]}  ({time.perf_counter() - start:.0f} s)")
+    capturing.enabled = True
+    return lines

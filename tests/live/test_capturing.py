@@ -1,0 +1,179 @@
+"""Routers replayed as CUDA graphs: when they are captured, when again, and that the answer is the same.
+
+There is no GPU here, so a graph is played by the work that was captured: run again on the tensors it was captured with, its
+results written over those of the capture, which is what a replay does. Oracle: the same model with capturing switched off.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tiny
+import torch
+
+import vmoer
+from vmoer.live import capturing
+from vmoer.live.attach import reconfigured, routers_of
+from vmoer.live.variational import VariationalGate
+
+
+class Graph:
+    """Remembers the last thing described while it was capturing."""
+
+    captures: int = 0
+    replays: int = 0
+    described: Any = None
+    work: Any = None
+
+    def capture_begin(self, **settings: Any) -> None:
+        Graph.captures += 1
+
+    def capture_end(self) -> None:
+        self.args, self.answer = Graph.described
+
+    def replay(self) -> None:
+        Graph.replays += 1
+        again = Graph.work(*self.args)
+        for old, new in zip((*self.answer.out, self.answer.signals_GT), (*again.out, again.signals_GT), strict=True):
+            if old is not None:
+                old.copy_(new)
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Graph]]:
+    Graph.captures = Graph.replays = 0
+    Graph.work = own = VariationalGate._described
+
+    def described(*args: Any) -> Any:
+        answer = own(*args)
+        Graph.described = args, answer
+        return answer
+
+    stream = SimpleNamespace(cuda_stream=7, wait_stream=lambda other: None)
+    monkeypatch.setattr(VariationalGate, "_described", described)
+    monkeypatch.setattr(capturing, "on_gpu", lambda states: True)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    for name in ("device", "stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda x: contextlib.nullcontext())
+    monkeypatch.setattr(capturing, "_LOCAL", capturing._Local())
+    return Graph
+
+
+def attached(key: str) -> torch.nn.Module:
+    model = vmoer.attach(tiny.model("granitemoe"), vmoer.methods()[key]()).eval()
+    for router in routers_of(model).values():
+        for parameter in router.parameters():
+            torch.nn.init.normal_(parameter, 0, 0.2)
+    return vmoer.fit(model, [tiny.batch()])
+
+
+def outcome(model: torch.nn.Module, ids: torch.Tensor, **settings: Any) -> list[torch.Tensor]:
+    with vmoer.record(model, **settings) as rec, torch.no_grad():
+        logits = model(input_ids=ids).logits
+    return [logits, rec.experts, *rec.signals.values()]
+
+
+def same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
+    return len(ours) == len(theirs) and all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def batches(n: int, columns: int = 7) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(columns)
+    return [torch.randint(3, tiny.VOCAB, (2, columns), generator=generator) for _ in range(n)]
+
+
+@pytest.mark.parametrize("key", ["map", "vglr-mf", "vglr-fc", "vglr-lr", "vtsr", "laplace"])
+@pytest.mark.parametrize("signals", [None, "all", ["novelty"]])
+def test_a_replay_says_what_the_kernels_say(
+    key: str, signals: Any, graphs: type[Graph], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, passes = attached(key), capturing.SIGHTS + 3
+    found = [outcome(model, ids, signals=signals) for ids in batches(passes)]
+    assert graphs.captures == 2  # of two layers, once each
+    assert graphs.replays == 2 * (passes - capturing.SIGHTS)
+    monkeypatch.setattr(capturing, "enabled", False)
+    for ours, ids in zip(found, batches(passes), strict=True):
+        assert same(ours, outcome(model, ids, signals=signals))
+
+
+def test_what_was_answered_before_stays(graphs: type[Graph]) -> None:
+    """A later replay writes over nothing that was handed out. Oracle: a copy."""
+    model = attached("vglr-fc")
+    for ids in batches(capturing.SIGHTS + 1):
+        before = outcome(model, ids)
+    copies = [x.clone() for x in before]
+    outcome(model, batches(9)[-1])
+    assert same(before, copies)
+
+
+@pytest.mark.parametrize("change", ["in place", "moved", "refitted", "reconfigured", "recorded otherwise"])
+def test_what_a_graph_reads_may_change(change: str, graphs: type[Graph], monkeypatch: pytest.MonkeyPatch) -> None:
+    """New numbers in the same place are read by the old graph; anything else makes a new one."""
+    model, settings, stack = attached("vglr-fc"), {}, contextlib.ExitStack()
+    for ids in batches(capturing.SIGHTS + 1):
+        outcome(model, ids)
+    captures = graphs.captures
+    for router in routers_of(model).values():
+        if change == "in place":
+            router.heads.weight.data.mul_(3)
+        elif change == "moved":
+            router.heads.weight.data = router.heads.weight.data * 3
+    if change == "refitted":
+        vmoer.fit(model, [{"input_ids": ids} for ids in batches(2)], rank=3)
+    elif change == "reconfigured":
+        stack.enter_context(reconfigured(model, samples=5))
+    elif change == "recorded otherwise":
+        settings = {"signals": ["gate_entropy"]}
+    with stack:
+        found = [outcome(model, ids, **settings) for ids in batches(capturing.SIGHTS + 2)]
+        assert graphs.captures == captures + (0 if change == "in place" else 2)
+        monkeypatch.setattr(capturing, "enabled", False)
+        for ours, ids in zip(found, batches(capturing.SIGHTS + 2), strict=True):
+            assert same(ours, outcome(model, ids, **settings))
+
+
+def test_nothing_is_captured_where_it_may_not_be(graphs: type[Graph]) -> None:
+    model, ids = attached("vglr-fc"), batches(1)[0]
+    noisy = vmoer.attach(tiny.model("granitemoe"), vmoer.MCDropout()).eval()
+    for _ in range(capturing.SIGHTS + 2):
+        model(input_ids=ids)  # with gradients
+        with torch.no_grad(), vmoer.record(model, kl=True):
+            model(input_ids=ids)
+        with torch.no_grad():
+            noisy(input_ids=ids)
+        with torch.inference_mode():
+            model(input_ids=ids)
+        vmoer.predict(model, {"input_ids": ids}, averaging="full", passes=2)
+        with vmoer.record(model, step=3):
+            model(input_ids=ids)
+    assert graphs.captures == 0
+
+
+def test_a_router_holds_few_tokens(graphs: type[Graph], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes of three lengths, and room for the graphs of two: the longest unused goes."""
+    model = attached("vglr-fc")
+    monkeypatch.setattr(capturing, "HELD", 2 * 8)
+    for columns in (2, 3, 4):
+        for ids in batches(capturing.SIGHTS + 1, columns):
+            outcome(model, ids)
+    gate = next(module for module in model.modules() if isinstance(module, VariationalGate))
+    kept = capturing._LOCAL.kept[gate.vmoer]
+    assert [key[2][0] for key in kept.takes] == [6, 8]
+
+
+def test_a_router_that_cannot_be_captured_is_launched_as_before(
+    graphs: type[Graph], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = attached("vglr-mf")
+    monkeypatch.setattr(Graph, "capture_end", lambda self: (_ for _ in ()).throw(RuntimeError("not today")))
+    with pytest.warns(UserWarning, match="not today"):
+        found = [outcome(model, ids) for ids in batches(capturing.SIGHTS + 2)]
+    monkeypatch.setattr(capturing, "enabled", False)
+    assert all(same(ours, outcome(model, ids)) for ours, ids in zip(found, batches(len(found)), strict=True))
