@@ -160,6 +160,8 @@ class DecoderHook:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         positions_BT, mask_BT = positions_and_mask(args, kwargs)
         self.attachment.begin(positions_BT, mask_BT)
+        if torch.compiler.is_compiling() or not (module.training and torch.is_grad_enabled()):
+            return  # the layers' hooks have nothing to do
         for layer, handle in self.attachment.first:  # FSDP2's hooks hand on copies, and may have come later
             cast(Any, layer._forward_pre_hooks).move_to_end(handle.id, last=False)
 
