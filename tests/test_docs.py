@@ -1,12 +1,18 @@
 """What the documents say is what the code does."""
 
+import os
 import re
 import runpy
 from pathlib import Path
 from typing import Any
 
 import models_table
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from scipy.optimize import minimize_scalar
+from scipy.special import softmax
 
 ROOT = Path(__file__).parent.parent
 
@@ -15,18 +21,61 @@ def test_models_table_is_current() -> None:
     assert (ROOT / "docs" / "models.md").read_text() == models_table.table()
 
 
-def test_the_readme_example_runs_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its ten lines, in a folder of their own; the run they save opens on a fresh copy of the model."""
-    import vmoer
-    from vmoer.models import open_model
+def test_the_readme_example_prints_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its ten lines on the embedded model's questions. Oracle: the block below them, and the task of each question."""
+    from vmoer import tasks
 
-    monkeypatch.chdir(tmp_path)
-    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-    names: dict[str, Any] = {}
-    exec(compile(block, "README.md", "exec"), names)
-    assert names["rec"].signals["novelty"].shape == (2, 4, 10)
-    assert names["log_probs"].shape[0] == 4
-    vmoer.load(open_model("demo").model, tmp_path / "run")
+    text = (ROOT / "README.md").read_text()
+    (block,) = re.findall(r"```python\n(.*?)```", text, re.S)
+    (printed,) = re.findall(r"```text\n(.*?)```", text, re.S)
+    exec(compile(block, "README.md", "exec"), {})
+    assert capsys.readouterr().out == printed
+    far = {question.question for question in tasks.load("demo-near", "test")}
+    novelty = {line[:18].strip(): float(line.split()[-1]) for line in printed.splitlines()}
+    assert sum(name in far for name in novelty) == 3
+    known = max(value for name, value in novelty.items() if name not in far)
+    assert all(value > 5 * known for name, value in novelty.items() if name in far)  # "far from what it knows"
+
+
+def test_the_figure_of_the_readme_shows_what_was_measured() -> None:
+    """Oracle: the predictions read by pyarrow, and the rule, the temperature and the NLL computed here by numpy and scipy."""
+    parts = [
+        pq.read_table(path) for path in (ROOT / "results/smolmoe/openbookqa/predictions.parquet").glob("*.parquet")
+    ]
+    rows = [row for row in pa.concat_tables(parts).to_pylist() if row["seed"] == 0]
+
+    def of(task: str, split: str, method: str) -> list[dict[str, Any]]:
+        found = [row for row in rows if (row["task"], row["split"], row["method"]) == (task, split, method)]
+        return sorted(found, key=lambda row: row["id"])
+
+    def nll(t: float, found: list[dict[str, Any]]) -> float:
+        scaled = [np.array(row["log_probs"]) / t for row in found]
+        return float(np.mean([np.logaddexp.reduce(x) - x[row["answer"]] for x, row in zip(scaled, found, strict=True)]))
+
+    def tempered(method: str) -> float:
+        valid = of("openbookqa", "validation", method)
+        return float(minimize_scalar(lambda t: nll(t, valid), bounds=(0.05, 20), method="bounded").x)
+
+    figure = runpy.run_path(str(ROOT / "docs" / "figure.py"))
+    written = (ROOT / "docs" / "assets" / "confidence.svg").read_text()
+    label, t = "vglr-fc+answer", tempered("vglr-fc+answer")
+    known = np.array([row["novelty"] for row in of("openbookqa", "validation", label)])
+    near, far = of("openbookqa", "test", label), of("medmcqa", "test", label)
+    sure = {row["id"]: softmax(np.array(row["log_probs"]) / t).max() for row in [*near, *far]}
+    middle = sorted(far, key=lambda row: row["novelty"])[len(far) // 2]
+    close = [row for row in near if abs(sure[row["id"]] - sure[middle["id"]]) <= 0.01]
+    twin = sorted(close, key=lambda row: row["novelty"])[len(close) // 2]
+    for row, word in ((twin, "familiar"), (middle, "unfamiliar")):
+        assert f">{sure[row['id']]:.0%}<" in written
+        assert f">{word}: rank {(known < row['novelty']).mean():.0%}<" in written
+    limit = np.quantile(known, 0.9)
+    beyond = [np.mean([row["novelty"] > limit for row in found]) for found in (near, far)]
+    assert f"{beyond[0]:.0%} of the school questions, {beyond[1]:.0%} of the medical ones" in written
+    test = of("openbookqa", "test", "map")
+    assert f"as fine-tuned: NLL {nll(1, test):.2f}" in written
+    assert f"with an output temperature: NLL {nll(tempered('map'), test):.2f}" in written
+    if os.environ.get("VMOER_DATA"):  # the questions' words
+        assert written == figure["svg"](ROOT / "results" / "smolmoe"), "run `python docs/figure.py`"
 
 
 def test_the_printed_tree_is_the_tree() -> None:
