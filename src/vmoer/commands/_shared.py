@@ -2,7 +2,7 @@
 
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -13,10 +13,13 @@ import typer
 from huggingface_hub import logging
 from huggingface_hub.utils.tqdm import disable_progress_bars
 from rich.console import Console
-from rich.progress import Progress, TaskID
+from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from vmoer.errors import InputError
+from vmoer.live.inputs import context_length
+from vmoer.models import Opened
 from vmoer.report import Entry, Table, to_terminal
+from vmoer.tasks import Question, prompt
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -42,6 +45,10 @@ DataRoot = Annotated[
     Path | None, typer.Option(help="Read DIR/<task>/<split>.jsonl in place of the hub (or set VMOER_DATA).")
 ]
 PaperSplits = Annotated[bool, typer.Option("--paper-splits", help="Subsample each split to the paper's size.")]
+SkipLong = Annotated[
+    bool, typer.Option("--skip-long", help="Leave out questions longer than the model's context, and say how many.")
+]
+Replace = Annotated[bool, typer.Option("--replace", help="Replace what another command left in the folder.")]
 NoCalibrator = Annotated[bool, typer.Option("--no-calibrator", help="Leave the run's calibrator out.")]
 
 
@@ -51,6 +58,17 @@ def check_device(device: str | None) -> None:
         torch.empty(1, device=device or "cpu")
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise InputError(f"device={device!r} cannot be used: {str(error).strip().splitlines()[0]}") from None
+
+
+def fitting(opened: Opened, questions: Sequence[Question]) -> list[Question]:
+    """The questions that fit into the model's context; the others are counted on stderr."""
+    kept, long = prompt.fitting(opened.tokenizer, questions, context_length(opened.model))
+    for task, count in long.items():
+        of = sum(question.task == task for question in questions)
+        print(f"note: {count} of {of} questions of {task} left out: longer than the model's context", file=sys.stderr)
+    if not kept:
+        raise InputError("no question fits into the model's context")
+    return kept
 
 
 def listed(text: str) -> tuple[str, ...]:
@@ -81,22 +99,53 @@ def print_tables(tables: Iterable[Table]) -> None:
             print(to_terminal(table, width, colour=terminal))
 
 
-@contextmanager
-def progress() -> Iterator[Callable[[str, int, int], None]]:
-    """Bars on stderr where that is a terminal; they vanish at the end.
+class Bars:
+    """Progress on stderr. Called as work goes on: with its name, how much of it is done, and how much there is."""
 
-    Gives a function to call as work goes on: with its name, how much of it is done, and how much there is.
-    """
+    def __init__(self, bars: Progress) -> None:
+        self.bars, self.tasks = bars, dict[str, TaskID]()
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        if what not in self.tasks:
+            self.tasks[what] = self.bars.add_task(what, total=total)
+        self.bars.update(self.tasks[what], completed=done, total=total)
+
+    def name(self, what: str, words: str) -> None:
+        """Other words beside a bar."""
+        if what in self.tasks:
+            self.bars.update(self.tasks[what], description=words)
+
+    def say(self, line: str) -> None:
+        """A line that stays, above the bars; also where stderr is no terminal."""
+        if self.bars.disable:
+            print(line, file=sys.stderr, flush=True)
+        else:
+            self.bars.console.print(line, highlight=False, markup=False)
+
+    def print(self, line: str) -> None:
+        """The same on stdout, which a terminal shows above the bars."""
+        if sys.stdout.isatty() and not self.bars.disable:
+            self.say(line)
+        else:
+            print(line, flush=True)
+
+
+@contextmanager
+def waiting(what: str) -> Iterator[Bars]:
+    """A line that moves, with the time, while other processes work; nothing where stderr is no terminal."""
+    console = Console(stderr=True)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bars:
+        bars.add_task(what, total=None)
+        yield Bars(bars)
+
+
+@contextmanager
+def progress() -> Iterator[Bars]:
+    """Bars where stderr is a terminal; they vanish at the end."""
     console = Console(stderr=True)
     with Progress(console=console, disable=not console.is_terminal, transient=True) as bars:
-        tasks: dict[str, TaskID] = {}
-
-        def show(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = bars.add_task(what, total=total)
-            bars.update(tasks[what], completed=done, total=total)
-
-        yield show
+        yield Bars(bars)
 
 
 def quiet() -> None:

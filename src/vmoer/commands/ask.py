@@ -25,6 +25,7 @@ from vmoer.saved.store import put_on, read_folder
 from vmoer.tasks import LETTERS
 
 STYLES = ("", "yellow", "bold underline red")  # of marks 0, 1 and 2
+UNFAMILIAR = 0.9  # the share of validation questions that are less novel, from which a question is called unfamiliar
 LIKELY, EVEN = 0.9, 0.5  # probabilities from which a token is not marked, and below which it is marked twice
 
 
@@ -77,16 +78,18 @@ def ask(
         asked = answer_choice(opened, question, choice, averaging=averaging, **how)
     else:
         asked = answer_text(opened, question, max_new_tokens=max_new_tokens, **how)
-    shown = _choice(asked, choice, threshold) if choice else _text(asked, mark)
+    shown = shown_choice(asked, choice, threshold) if choice else _text(asked, mark)
     signal, value, abstained = judge(asked, threshold, opened.model)
     if as_json:
         said = {"question": question, "abstained": abstained} | ({} if abstained else asked.record)
         said |= {"signal": signal, "value": value, "threshold": None if threshold is None else threshold.value}
         print(json.dumps(said, indent=2))
     elif threshold is not None and abstained:
-        print(f"I do not answer: {signal} is {value:.4g}, above {threshold}{_why(threshold)}")
+        rank = asked.record["ranks"].get(signal)
+        more = "" if rank is None else f", more than {rank:.0%} of validation questions have"
+        print(f"I do not answer: {signal} is {value:.4g}{more}, above {threshold}{_why(threshold)}")
     else:
-        _show(shown)
+        show(shown)
 
 
 def _threshold(text: str | None) -> Threshold | None:
@@ -124,22 +127,35 @@ def _text(asked: Asked, mark: str) -> Shown:
     tokens = asked.record["tokens"]
     marks, legend = _marks(tokens, mark)
     line = f"{asked.score} {asked.record['score']:.4g}: {_meaning(asked.score)}; {len(tokens)} tokens"
-    return Shown([(token["text"], m) for token, m in zip(tokens, marks, strict=True)], legend, [line])
+    pieces = [(token["text"], m) for token, m in zip(tokens, marks, strict=True)]
+    return Shown(pieces, legend, [*_familiar(asked.record["ranks"]), line])
 
 
-def _choice(asked: Asked, options: list[str], threshold: Threshold | None) -> Shown:
+def _familiar(ranks: dict[str, float]) -> list[str]:
+    """How far a question lies from those of training, in words; nothing where the run has no reference."""
+    rank = ranks.get("novelty")
+    if rank is None:
+        return []
+    if rank >= UNFAMILIAR:
+        return [f"unfamiliar: further from the training questions than {rank:.0%} of validation questions"]
+    return [f"familiar: {1 - rank:.0%} of validation questions are further from the training questions"]
+
+
+def shown_choice(asked: Asked, options: list[str], threshold: Threshold | None) -> Shown:
     said = asked.record
     lines = [f"{LETTERS[i]}. {options[i]}: {p:.3f}" for i, p in enumerate(said["probabilities"])]
-    lines.append(f"{asked.score} {said['score']:.4g}")
-    if said["temperature"] is not None and threshold is not None:
-        task = threshold.file.get("task")
-        lines.append(
-            f"probabilities at temperature {said['temperature']:.3g}, fitted on validation questions of {task}"
-        )
+    if asked.score != "predictive_entropy":
+        lines.append(f"{asked.score} {said['score']:.4g}")
+    sure = f"confidence {max(said['probabilities']):.0%}"
     if said["calibrator"] is not None:
-        lines.append(
-            "calibrated by {kind}, fitted on {questions} validation questions of {task}".format(**said["calibrator"])
-        )
+        by = "calibrated by {kind}, fitted on {questions} validation questions of {task}".format(**said["calibrator"])
+        lines.append(f"{sure}, {by}")
+    elif said["temperature"] is not None and threshold is not None:
+        at = f"probabilities at temperature {said['temperature']:.3g}, fitted on validation questions of"
+        lines.append(f"{sure}: {at} {threshold.file.get('task')}")
+    else:
+        lines.append(f"{sure}, as the model has it (vmoer calibrate fits a calibrator)")
+    lines += _familiar(said["ranks"])
     marks, legend = _by_probability([max(said["probabilities"])])
     return Shown([(f"{said['letter']}. {said['text']}", marks[0])], legend, lines)
 
@@ -175,7 +191,7 @@ def _meaning(score: str) -> str:
     return known.get(score) or f"{'the largest' if kind == 'max' else 'the mean'} {signal} of a token"
 
 
-def _show(shown: Shown) -> None:
+def show(shown: Shown) -> None:
     """In colour on a terminal that has any; elsewhere [so]? and [so]??."""
     console = Console(highlight=False)
     colour = console.is_terminal and console.color_system is not None and not console.no_color

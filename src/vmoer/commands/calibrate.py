@@ -6,7 +6,18 @@ from typing import Annotated, Any
 
 import typer
 
-from vmoer.commands._shared import DataRoot, Device, Dtype, Json, check_device, progress, quiet, table
+from vmoer.commands._shared import (
+    DataRoot,
+    Device,
+    Dtype,
+    Json,
+    SkipLong,
+    check_device,
+    fitting,
+    progress,
+    quiet,
+    table,
+)
 from vmoer.evaluation.calibrators import Calibrated, target_of
 from vmoer.evaluation.calibrators import calibrate as fit
 from vmoer.files import locked
@@ -29,6 +40,7 @@ def calibrate(
     batch_tokens: Annotated[int, typer.Option(help="Prompt tokens in a batch, padding included.")] = 8192,
     device: Device = None,
     dtype: Dtype = None,
+    skip_long: SkipLong = False,
     as_json: Json = False,
 ) -> None:
     """Fit a calibrator on a task's validation questions; eval, ask and threshold then use it without being asked.
@@ -44,6 +56,8 @@ def calibrate(
         if manifest.complete(folder):
             calibrator.renew(folder)
         opened = open_model(run_or_model, device=device, dtype=dtype)
+        if skip_long:
+            questions = fitting(opened, questions)
         with progress() as show:
             found = fit(run_or_model, opened, questions, folder=folder, progress=show, **how)
     if as_json:

@@ -6,13 +6,19 @@ from typing import Annotated
 
 import typer
 
-from vmoer.commands._shared import quiet
+from vmoer.commands._shared import quiet, waiting
+from vmoer.commands.ask import show, shown_choice
 from vmoer.commands.study import raise_failures, show_plan
+from vmoer.evaluation.ask import answer_choice
 from vmoer.files import locked
+from vmoer.models import open_model
 from vmoer.report import read, report
 from vmoer.report.studies import BUILDERS
 from vmoer.report.verdict import verdict
 from vmoer.studies import demo as story
+from vmoer.tasks import load
+
+CAPITALS = ["Paris", "Rome", "Berlin", "Madrid"]
 
 
 def demo(
@@ -29,14 +35,29 @@ def demo(
     if dry_run:
         show_plan(story.names(full), story.study(out, full), workers)
         return
-    with locked(out):
-        failed = story.run(out, full, workers)
+    with locked(out), waiting("vmoer demo") as bars:
+        failed = story.run(out, full, workers, bars.print)
+        bars.print("the report: tables and figures")
         page = report(out).page
     raise_failures(failed, f" (the rest is in {page})")
     print()
     if sentence := verdict([row for row in read(out) if row.get("study") not in BUILDERS]):
         print(sentence)
+    print("The routers were trained on questions that the plain model never saw: this is no comparison at equal data.")
+    if (out / story.ASKED).is_dir():
+        _ask(out / story.ASKED)
     print(f"\n{page}")
+
+
+def _ask(run: Path) -> None:
+    """Three questions to a trained run: one as in training, one of a shifted task, one of another world."""
+    opened = open_model(run, device="cpu")
+    known = [load(task, "test", limit=1)[0] for task in ("demo", "demo-near")]
+    asked = [*((one.question, list(one.choices)) for one in known), ("What is the capital of France?", CAPITALS)]
+    print(f"\nThree questions to {run}, which had one like the first in training and none like the others:")
+    for question, options in asked:
+        print(f"\n> {question} ({', '.join(options)})")
+        show(shown_choice(answer_choice(opened, question, options), options, None))
 
 
 def _cores() -> int:

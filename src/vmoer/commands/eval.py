@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 import warnings
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,7 +16,10 @@ from vmoer.commands._shared import (
     Json,
     NoCalibrator,
     PaperSplits,
+    Replace,
+    SkipLong,
     check_device,
+    fitting,
     print_tables,
     progress,
     quiet,
@@ -24,12 +28,14 @@ from vmoer.errors import InputError
 from vmoer.evaluation import scores
 from vmoer.evaluation.answers import predict_task
 from vmoer.evaluation.calibrators import settings
+from vmoer.evaluation.predictions import BASE
 from vmoer.files import locked, read_json
+from vmoer.live.attach import attached, attachment_of, detach
 from vmoer.models import open_model
 from vmoer.report import summaries
 from vmoer.report.verdict import verdict
 from vmoer.saved.calibrator import Stored
-from vmoer.tasks import Question, load
+from vmoer.tasks import Question, is_file, load, shift
 from vmoer.tasks.prompt import ask_with
 
 
@@ -58,11 +64,15 @@ def eval_(
         str | None, typer.Option(help="In place of our own; a run has the one that it was trained with.")
     ] = None,
     no_calibrator: NoCalibrator = False,
+    no_base: Annotated[bool, typer.Option("--no-base", help="Leave out the same model without its routers.")] = False,
+    skip_long: SkipLong = False,
+    replace: Replace = False,
     as_json: Json = False,
 ) -> None:
     """Answer a task's questions, and those of out-of-distribution tasks; write predictions, then metrics from them.
 
-    Killed and started again it goes on where it was.
+    A run's questions are answered a second time without its routers: what it is held against. Killed and started again it goes
+    on where it was.
     """
     quiet()
     asked = {"data_root": data_root, "paper_splits": paper_splits, "limit": limit}
@@ -71,26 +81,44 @@ def eval_(
     opened = open_model(run_or_model, device=device, dtype=dtype)
     if system_prompt is not None:
         ask_with(opened.tokenizer, system_prompt)
+    if skip_long:
+        questions = fitting(opened, questions)
     run = opened.run or {}
     said: dict[str, Any] = {"name": opened.name, "method": run.get("method")}
     said |= {"seed": run.get("seed", 0) if seed is None else seed}
     calibrator = None if no_calibrator else opened.calibrator
     averaging, passes = settings(calibrator, averaging, passes)
     said |= {"averaging": averaging, "passes": passes, "batch_tokens": batch_tokens, "routing": routing}
+    said |= {"replace": replace}
     said |= {"calibrator": _fitting(calibrator, questions, averaging, passes)}
     with locked(out):
         with progress() as show:
             predict_task(opened.model, opened.tokenizer, questions, folder=out, progress=show, **said)
+            if not no_base and attachment_of(opened.model) and attached(opened.model).config.key != "map":
+                same = "orders" if averaging.startswith("orders") else "router"  # orders help any model
+                plain = {"method": "map", "averaging": same, "calibrator": None, "routing": False}
+                base = detach(opened.model)
+                predict_task(base, opened.tokenizer, questions, folder=out / BASE, progress=show, **said | plain)
         rows = read_json(scores.write(out))
+    if is_file(task) and split != "all":
+        print(f"note: {split} is a part of {task}, by a fixed cut; --split all takes all of it", file=sys.stderr)
     if as_json:
         print(json.dumps(rows, indent=2))
     else:
         found = summaries.settings(rows)
         print_tables([summaries.calibration_table(scored) for scored in found])
         print_tables([summaries.detection_table(scored) for scored in found if scored.setting.shifted])
+        print(f"{out / 'predictions.parquet'}, {out / 'metrics.json'}; all tables and figures: vmoer report {out}")
+        if _unequal(run):
+            print("The routers were trained on questions that the plain model never saw: no comparison at equal data.")
         if sentence := verdict(rows):
             print(sentence)
-        print(f"{out / 'predictions.parquet'}, {out / 'metrics.json'}; all tables and figures: vmoer report {out}")
+
+
+def _unequal(run: dict[str, Any]) -> bool:
+    """Whether stage 2 of a run had questions of its own."""
+    stage2 = run.get("stage2")
+    return isinstance(stage2, dict) and stage2.get("data", "train") != "train"
 
 
 def _fitting(stored: Stored | None, questions: list[Question], averaging: str, passes: int) -> Stored | None:
@@ -122,7 +150,7 @@ def _questions(task: str, split: str, ood: list[str], asked: dict[str, Any]) -> 
             warnings.warn(f"without temperature scaling of the output: {error}", stacklevel=1)
     sources = [sets[0][0].task]
     for name in ood:
-        sets.append(load(name, "test", **asked))
+        sets.append(shift(name, **asked))
         if sets[-1][0].task in sources:
             raise InputError(f"the task {sets[-1][0].task} is named twice")
         sources.append(sets[-1][0].task)

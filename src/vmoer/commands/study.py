@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from vmoer.commands._shared import DataRoot, Device, Dtype, check_device, listed, numbers, quiet, table
+from vmoer.commands._shared import DataRoot, Device, Dtype, check_device, listed, numbers, quiet, table, waiting
 from vmoer.errors import InputError, RunError
 from vmoer.files import locked
 from vmoer.studies import Cell, Study, _paper_cost, check_backend, grid, paper, run_study
@@ -84,8 +84,9 @@ def study(
     if dry_run:
         show_plan((name,), asked, workers)
         return
-    with locked(out):
-        failed = run_study(name, asked, workers=workers, backend=backend, ray_address=ray_address).failed
+    how: dict[str, Any] = {"workers": workers, "backend": backend, "ray_address": ray_address}
+    with locked(out), waiting(f"study {name}") as bars:
+        failed = run_study(name, asked, say=bars.print, **how).failed
     print(f"{out / 'metrics.json'}; tables and figures: vmoer report {out}")
     raise_failures(failed)
 

@@ -1,15 +1,17 @@
 """`vmoer train MODEL --task T --method M --out RUN`: stage 1 and stage 2."""
 
 import json
+import shlex
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
 
-from vmoer.commands._shared import DataRoot, Dtype, Json, progress, quiet
+from vmoer.commands._shared import Bars, DataRoot, Device, Dtype, Json, SkipLong, check_device, progress, quiet, table
 from vmoer.files import locked
 from vmoer.routers import methods
 from vmoer.training.presets import preset_layers, preset_named
@@ -68,12 +70,15 @@ def train(
     seed: int = 0,
     data_root: DataRoot = None,
     limit: Annotated[int | None, typer.Option(help="At most this many training questions.")] = None,
+    skip_long: SkipLong = False,
+    device: Device = None,
     dtype: Dtype = None,
     as_json: Json = False,
 ) -> None:
     """Stage 1 (LoRA MAP) and stage 2 (variational routers); killed and started again it goes on where it was."""
     quiet()
-    chosen, workers = preset_named(preset), Workers.launched()
+    check_device(device)
+    chosen, workers = preset_named(preset), Workers.launched(device)
     shape: dict[str, Any] = {"batch_size": batch_size, "micro_batch": micro_batch}
     given: dict[str, Any] = {"epochs": stage2_epochs, "lr": stage2_lr, "keep": keep, "patience": patience}
     stages = Stages(
@@ -92,6 +97,7 @@ def train(
             print(f"note: {note}", file=sys.stderr)
     with locked(out) if workers.main else nullcontext(), progress() as show:
         steps: dict[str, Any] = {"recompute": recompute, "skip_nonfinite": skip_nonfinite, "progress": show}
+        steps |= {"told": partial(_tell, show)}
         found = run_train(
             model,
             task,
@@ -106,6 +112,7 @@ def train(
                 stage1_orders=stage1_orders,
                 stage2=stage2_data,
                 system_prompt=system_prompt,
+                skip_long=skip_long,
             ),
             seed=seed,
             dtype=dtype,
@@ -114,4 +121,40 @@ def train(
     if workers.main and as_json:
         print(json.dumps(found, indent=2))
     elif workers.main:
-        print(f"{out}: {found['method']} on {found['task']}; next: vmoer eval {out} --task {task} --out {out / 'eval'}")
+        _before_and_after(found)
+        given = {"--data-root": data_root, "--device": device, "--dtype": dtype}
+        words = ["vmoer", "eval", str(out), "--task", task, "--out", str(out / "eval")]
+        words += [word for name, value in given.items() if value is not None for word in (name, str(value))]
+        print(f"{out}; did it help on test questions? {shlex.join(words)}")
+
+
+def _tell(show: Bars, stage: str, row: dict[str, Any]) -> None:
+    """The loss beside the bar, and a line for each validation."""
+    if "validation_nll" not in row:
+        return show.name(stage, f"{stage}, loss {row['loss']:.3f}")
+    what = "before" if row["epoch"] == 0 else f"epoch {row['epoch']} of {row['epochs']}"
+    loss = "" if row["train_nll"] is None else f"training NLL {row['train_nll']:.3f}, "
+    best = " (best so far)" if row["best"] and row["epoch"] else ""
+    numbers = f"validation NLL {row['validation_nll']:.3f}, accuracy {row['validation_accuracy']:.3f}"
+    return show.say(f"{stage}, {what}: {loss}{numbers}{best}")
+
+
+def _before_and_after(found: dict[str, Any]) -> None:
+    """What each stage did to the validation questions, by which its epoch was chosen."""
+    rows = []
+    for number in (1, 2):
+        part = found[f"stage{number}"]
+        scored = {row["epoch"]: row for row in part.get("history") or []}
+        if not scored:
+            continue
+        whole = found["stage2"]["map_state"] == "map" if number == 1 else methods()[found["method"]]().snapshots
+        kept = max(scored) if whole else part["best_epoch"]
+        what = "the model" if number == 1 else found["method"]
+        rows += [(f"stage {number}, {what} before", 0, *_scores(scored[0]))]
+        rows += [(f"stage {number}, {what} after", kept, *_scores(scored[kept]))]
+    if rows:
+        table(f"{found['method']} on {found['task']}: validation", ("", "epoch", "NLL", "accuracy"), rows)
+
+
+def _scores(row: dict[str, Any]) -> tuple[str, str]:
+    return f"{row['validation_nll']:.3f}", f"{row['validation_accuracy']:.3f}"

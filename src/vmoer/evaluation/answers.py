@@ -5,9 +5,7 @@ A prompt ends where the answer letter would start. At its last token
     log_probs   log (1/M) sum_m softmax(logits of the question's own letters in pass m),   M = 1 for "router" averaging
     a signal    its mean over the attached layers (and the passes)
 
-views.py has what is peculiar to averaging over orders of the options.
-
-Prompts of similar length share a batch. A finished batch is a file in `.parts/`, named by a hash of everything that
+views.py has what is peculiar to orders of the options. Prompts of similar length share a batch. A finished batch is a file in `.parts/`, named by a hash of everything that
 decides its numbers. So a run that was killed goes on from there, and ends with the same bytes.
 
 Shapes: M passes, B prompts, V letters, T columns of the batch, K selected experts.
@@ -28,7 +26,7 @@ from vmoer._version import __version__
 from vmoer.errors import InputError, RunError
 from vmoer.evaluation.predictions import in_order
 from vmoer.evaluation.views import View, answer_orders, last_tokens, views
-from vmoer.evaluation.writing import Batch, finish, read_part, write_part
+from vmoer.evaluation.writing import Batch, finish, read_part, refuse_other, write_part
 from vmoer.inference.averaging import (
     ORDERS,
     Averaging,
@@ -63,11 +61,10 @@ def predict_task(
     calibrator: Stored | None = None,
     signals: Mapping[str, Sequence[float]] | None = None,
     seen: Mapping[str, Any] | None = None,
+    replace: bool = True,
     progress: Callable[[str, int, int], object] | None = None,
 ) -> Path:
-    """Answer questions into `folder/predictions.parquet`, a row for each in the order given.
-
-    `meta.json` is written last: where it is, the folder is complete.
+    """Answer questions into `folder/predictions.parquet`, a row for each in the order given. `meta.json` is written last.
 
     Args:
         model: Run as it is (`map`) where nothing is attached.
@@ -84,6 +81,7 @@ def predict_task(
         calibrator: The run's own. The answers stay raw; `meta.json` keeps it, and metrics have the rows `METHOD+cal`.
         signals: Further columns, a number for each question, such as those of baseline_signals.py.
         seen: What questions the model has seen (`run.json`), for `meta.json`.
+        replace: Whether finished answers of something else in the folder may be replaced.
         progress: Called after each batch with a word, how many questions are answered, and of how many.
 
     Returns:
@@ -96,6 +94,8 @@ def predict_task(
     with ready(model):
         asked = _asked(model, tokenizer, questions, averaging, passes, batch_tokens)
         meta = _meta(model, name, method, seed, choices, questions, asked.tokens)
+        if not replace:
+            refuse_other(folder, meta)
         parts = [folder / ".parts" / f"{_digest(meta)[:16]}-{i:05d}.parquet" for i in range(len(asked.batches))]
         parts[0].parent.mkdir(parents=True, exist_ok=True)
         done, tables = 0, []

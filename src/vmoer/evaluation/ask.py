@@ -8,7 +8,7 @@ probabilities are those at the file's output temperature; signals are the model'
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +25,7 @@ from vmoer.metrics import apply_temperature
 from vmoer.models import Opened
 from vmoer.saved.calibrator import Stored
 from vmoer.tasks import LETTERS, Question
-from vmoer.tasks.prompt import encode
+from vmoer.tasks.prompt import encode, freely
 
 
 class Asked(NamedTuple):
@@ -62,10 +62,8 @@ def answer_text(
     own = file.get("form") == "text"
     if passes is None:
         passes = int(file.get("passes") or 0) if own else 0
-    prompt: Any = [{"role": "user", "content": question}]
-    more: dict[str, Any] = {}
-    if not getattr(opened.tokenizer, "chat_template", None):
-        prompt, more = f"Question: {question}\nAnswer:", {"stop_strings": ["\n"]}
+    prompt = freely(opened.tokenizer, question)
+    more: dict[str, Any] = {"stop_strings": ["\n"]} if isinstance(prompt, str) else {}
     more |= {"max_new_tokens": max_new_tokens, "passes": passes, "score": score or SCORE, "seed": seed}
     found = generate(opened.model, opened.tokenizer, prompt, **more)
     assert isinstance(found, Answer)
@@ -85,7 +83,26 @@ def answer_text(
         for n, (piece, log_prob) in enumerate(zip(found.pieces, found.log_probs, strict=True))
     ]
     record = {"text": found.text.strip(), "tokens": tokens, "score": found.scores[score], "scores": found.scores}
+    record["ranks"] = ranks(opened.run, "text", {name: values[0] for name, values in found.signals.items()})
     return Asked(record, score, judged)
+
+
+def ranks(run: Mapping[str, Any] | None, form: str, signals: Mapping[str, float]) -> dict[str, float]:
+    """The share of the run's validation questions whose signal is smaller, for each signal that the run has a reference of.
+
+    Args:
+        run: what `run.json` says.
+        form: `letters` or `text`, as the question was asked.
+        signals: where the answer starts.
+    """
+    known = (run or {}).get("reference")
+    levels = known.get(form) if isinstance(known, dict) else None
+    found = {}
+    for name, value in signals.items() if isinstance(levels, dict) else []:
+        quantiles = levels.get(name) if isinstance(levels, dict) else None
+        if isinstance(quantiles, list) and quantiles and all(isinstance(q, int | float) for q in quantiles):
+            found[name] = sum(q < value for q in quantiles) / len(quantiles)
+    return found
 
 
 def answer_choice(
@@ -134,6 +151,7 @@ def answer_choice(
     about = ("kind", "task", "questions", "averaging", "passes")
     record |= {"calibrator": None if stored is None else {name: stored.file[name] for name in about}}
     record |= {"temperature": temperature, "signals": judged, "score": judged[score]}
+    record["ranks"] = ranks(opened.run, "letters", judged)
     return Asked(record, score, judged)
 
 

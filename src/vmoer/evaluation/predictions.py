@@ -33,6 +33,8 @@ SIGNALS = (
 )
 """The signals that have a column in every file. Others that a method records follow them by name."""
 KEYS = ("id", "task", "split")
+BASE = "base"
+"""The folder of the plain model's answers, beside those of a run."""
 TABLES = ("predictions.parquet", "routing.parquet")
 LIMIT = 2**36
 """Bytes of the largest table that is read."""
@@ -142,12 +144,13 @@ class Predictions(NamedTuple):
 
 
 def files(directory: Path) -> list[Path]:
-    """`DIR/predictions.parquet`, or else all `DIR/*/predictions.parquet`."""
+    """`DIR/predictions.parquet` and that of the plain model beside it, in `DIR/base`; or else all `DIR/*/predictions.parquet`."""
     directory = Path(directory)
     single = directory / "predictions.parquet"
-    found = [single] if single.exists() else sorted(directory.glob("*/predictions.parquet"))
+    beside = [path for path in (directory / BASE / single.name,) if path.exists()]
+    found = [single, *beside] if single.exists() else sorted(directory.glob("*/predictions.parquet"))
     for meta in (directory / "meta.json", *sorted(directory.glob("*/meta.json"))):
-        if found != [single] and meta.parent / single.name not in found and _lists(meta):
+        if single not in found and meta.parent / single.name not in found and _lists(meta):
             raise InputError(
                 f"{meta.parent / single.name} is missing, and the meta.json beside it says that it was written"
             )

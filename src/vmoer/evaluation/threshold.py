@@ -153,6 +153,8 @@ def read_source(folder: Path, method: str | None = None, seed: int | None = None
 
 def _letters(folder: Path, method: str | None, seed: int | None, calibrated: bool) -> Source:
     cells = [(group, key) for group in predictions.load(folder) for key in group.cells]
+    if method is None and (folder / predictions.BASE).is_dir():  # a run's answers, with the plain model's beside them
+        method = predictions.read_meta(folder / "meta.json").get("method")
     valid = [(g, key) for g, key in cells if key.split == "validation" and key.task == g.source_task]
     group, key = _only({(key.method, key.seed, key.task, g.model): (g, key) for g, key in valid}, method, seed, folder)
     splits = {"validation": group.cells[key]}
@@ -217,5 +219,7 @@ def _only(found: dict[tuple[Any, ...], Any], method: str | None, seed: int | Non
 def _meta(folder: Path) -> dict[str, Any]:
     """How the answers were given, where one file says so for all."""
     paths = [path for path in (folder / "meta.json", *sorted(folder.glob("*/meta.json"))) if path.exists()]
+    if len(paths) > 1 and paths[0].parent == folder:  # the plain model's lie beside it
+        paths = [path for path in paths if path.parent.name != predictions.BASE]
     meta = predictions.read_meta(paths[0]) if len(paths) == 1 else {}
     return {name: meta[name] for name in ("model", "averaging", "passes", "score") if name in meta}

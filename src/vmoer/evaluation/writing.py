@@ -9,12 +9,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vmoer.errors import InputError
-from vmoer.evaluation.predictions import KEYS, PART, in_order, meta_of, read_parquet
+from vmoer.errors import InputError, short
+from vmoer.evaluation.predictions import KEYS, PART, in_order, meta_of, read_meta, read_parquet
 from vmoer.files import write_bytes
 from vmoer.tasks import Question
 
 _SEALED = "vmoer.sha256"
+
+
+_IDENTITY = (
+    *("model", "method", "seed", "averaging", "passes"),
+    *("split", "source_task", "ood_tasks", "questions", "fingerprint"),
+)
+"""What finished answers must share with new ones to be replaced by them without being asked."""
 
 
 class Batch(NamedTuple):
@@ -61,6 +68,22 @@ def read_part(path: Path, rows: list[int], options: Sequence[int]) -> Any:
 def _content(table: Any) -> str:
     """A digest of the values, whatever way they are stored."""
     return hashlib.sha256(json.dumps(table.to_pydict()).encode()).hexdigest()
+
+
+def refuse_other(folder: Path, meta: dict[str, Any]) -> None:
+    """Refuse a folder of finished answers to something else; the error names the first difference."""
+    try:
+        theirs = read_meta(folder / "meta.json")
+    except InputError:  # none there, or none that is whole
+        return
+    here = json.loads(json.dumps(meta))
+    for name in _IDENTITY:
+        if theirs.get(name) != here.get(name):
+            old, new = short(theirs.get(name)), short(here.get(name))
+            differ = (
+                "was made with other weights" if name == "fingerprint" else f"has {name}={old}, and now it is {new}"
+            )
+            raise InputError(f"{folder} {differ}: choose another folder, or give --replace")
 
 
 def finish(

@@ -77,7 +77,8 @@ class Study:
         how: dict[str, Any] = {"data_root": self.data_root, "limit": self.limit}
         if self.vary_data and split != "test":
             return tasks.load(task, split, seed=seed, recut=True, **how)
-        return tasks.load(task, split, paper_splits=PRESETS[self.preset].paper_splits, **how)
+        how["paper_splits"] = PRESETS[self.preset].paper_splits
+        return tasks.shift(task, **how) if split == "test" and task in self.ood else tasks.load(task, split, **how)
 
     def label(self, key: str) -> str:
         """A method, state or control under the study's preset."""

@@ -16,6 +16,8 @@ QUICK = ("vglr-fc", "vglr-fc@paper", "vtsr", "mcdr", "mean-only", "temp-scale", 
 FULL = (*QUICK, "swag", "vglr-mf", "vglr-lr", "vtsr@paper", "vglr-mf@paper", "fixed-noise")
 EMBEDDED: dict[str, Any] = {"stage1": Plan(epochs=0), "stage2_data": "split:heldout"}
 """Settings of every study on the embedded model."""
+ASKED = Path("runs") / "vglr-fc-s0"
+"""The run in the demo's folder that can be asked."""
 
 
 def names(full: bool) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from vmoer.errors import InputError, unknown
 from vmoer.tasks import (
@@ -46,10 +47,12 @@ __all__ = [
     "Question",
     "Task",
     "digest",
+    "is_file",
     "load",
     "names",
     "read_jsonl",
     "register",
+    "shift",
     "subsample",
     "take",
     "wording",
@@ -114,6 +117,23 @@ def load(
     if limit is not None:
         found = subsample(found, limit, seed)
     return [question.shuffled(seed) for question in found] if shuffle_options else found
+
+
+def shift(task: str | Path, **how: Any) -> list[Question]:
+    """A task as a shift: its test split, and of a JSONL file, which nothing was trained on, every question.
+
+    Args:
+        task: as in `load`.
+        **how: as in `load`.
+    """
+    if str(task) in _REGISTRY or not is_file(task):
+        return load(task, "test", **how)
+    return [replace(question, split="test") for question in load(task, "all", **how)]
+
+
+def is_file(task: str | Path) -> bool:
+    """Whether a task is written as a file of one's own, and not as a built-in name."""
+    return str(task) not in _REGISTRY and _is_path(task)
 
 
 def _from_task(task: Task, split: str, data_root: str | Path | None, seed: int) -> list[Question]:

@@ -5,7 +5,7 @@ that place matters: it is `A` after one chat template, ` A` after another and af
 asked; nothing is assumed.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -99,10 +99,30 @@ def encode(
         if len(ids) > max_length:
             raise InputError(
                 f"question {question.id!r} of {question.task} is {len(ids)} tokens long, "
-                f"longer than the model's context of {max_length}"
+                f"longer than the model's context of {max_length} (--skip-long leaves such questions out)"
             )
         encoded.append(ids)
     return encoded
+
+
+def freely(tokenizer: PreTrainedTokenizerBase, question: str) -> str | list[dict[str, str]]:
+    """A question without options as a prompt: through the chat template, or as a line where there is none."""
+    if getattr(tokenizer, "chat_template", None):
+        return [{"role": "user", "content": question}]
+    return f"Question: {question}\nAnswer:"
+
+
+def fitting(
+    tokenizer: PreTrainedTokenizerBase, questions: Sequence[Question], max_length: int
+) -> tuple[list[Question], dict[str, int]]:
+    """The questions whose prompts fit into the model's context, and how many of each task do not."""
+    form, kept, long = _form(tokenizer), list[Question](), dict[str, int]()
+    for question in questions:
+        if len(_ids(tokenizer, form, _text(tokenizer, form, question))) <= max_length:
+            kept.append(question)
+        else:
+            long[question.task] = long.get(question.task, 0) + 1
+    return kept, long
 
 
 def _body(question: Question) -> str:

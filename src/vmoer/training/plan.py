@@ -62,6 +62,7 @@ class Running:
             and saves the experts' adapted weights, 30 GB for a model of 16B parameters.
         tensorboard: write the log for TensorBoard too, where it is installed.
         progress: called after a step with the stage, the step, and how many there are.
+        told: called with the stage and each row of the log: of a step, and of a validation (`validation_nll`).
     """
 
     workers: Workers = field(default_factory=Workers)
@@ -72,6 +73,7 @@ class Running:
     recompute: bool = False
     tensorboard: bool = False
     progress: Callable[[str, int, int], object] | None = None
+    told: Callable[[str, dict[str, Any]], object] | None = None
 
 
 def learning_rate(plan: Plan, step: int, total: int, hold: bool = False) -> float:

@@ -58,6 +58,7 @@ class Data:
         system_prompt: in place of our own, in every prompt of the run and of whatever opens it.
         half_validation: whether stopping and choosing see one half of validation (training.data.halves), so that runs can be
             compared on the other.
+        skip_long: whether questions longer than the model's context are left out, and counted in a warning.
     """
 
     root: str | Path | None = None
@@ -68,6 +69,7 @@ class Data:
     stage2: str | None = None
     system_prompt: str | None = None
     half_validation: bool = False
+    skip_long: bool = False
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,7 @@ class Request:
             "held_out": held_out_share(self.stage2_data),
             "stage1_orders": self.stage1_orders or None,
             "system_prompt": self.data.system_prompt,
-        }
+        } | ({"skip_long": True} if self.data.skip_long else {})
 
     def prompt(self) -> dict[str, str]:
         """What whoever opens the run must ask with, where it is not our own."""

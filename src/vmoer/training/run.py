@@ -24,17 +24,18 @@ from vmoer.live.attach import attach, detach, routers_of
 from vmoer.live.brittleness import parse_layers, select_layers
 from vmoer.live.fitting import fit
 from vmoer.live.inputs import context_length
-from vmoer.models import open_model
+from vmoer.models import Opened, open_model
 from vmoer.routers import Config, Deterministic
 from vmoer.saved import manifest, store
 from vmoer.saved.store import read_folder, read_run
 from vmoer.tasks.batches import by_length
-from vmoer.tasks.prompt import ask_with
+from vmoer.tasks.prompt import ask_with, fitting
 from vmoer.training import checkpoint
 from vmoer.training.data import Examples, collate, encode_questions, halves, held_out_share, hold_out
 from vmoer.training.loop import StageOutcome, refuse_other_settings
 from vmoer.training.plan import Plan, Running
 from vmoer.training.presets import DEFAULT, PAPER, PRESETS, STAGE1, STAGE2, Preset, preset_layers, preset_named
+from vmoer.training.reference import reference
 from vmoer.training.request import Data, Request, Stages, as_json
 from vmoer.training.stages import search as search_stage2
 from vmoer.training.stages import stage1, stage2, with_value
@@ -153,6 +154,22 @@ def _questions(run: Request) -> _Questions:
     return _Questions(known, unseen, validation)
 
 
+def _fitting(run: Request, opened: Opened, questions: _Questions) -> _Questions:
+    """The questions that fit into the model's context, where the others are to be left out."""
+    if not run.data.skip_long:
+        return questions
+    kept = []
+    for name, asked in questions._asdict().items():
+        found, long = fitting(opened.tokenizer, asked, context_length(opened.model))
+        for count in long.values():
+            said = f"{count} of {len(asked)} {name} questions left out: longer than the model's context"
+            warnings.warn(said, TrainingWarning, stacklevel=2)
+        if not found:
+            raise InputError(f"none of the {name} questions fits into the model's context")
+        kept.append(found)
+    return _Questions(*kept)
+
+
 # -- stage 1 -----------------------------------------------------------------------------------------------------------
 
 
@@ -169,6 +186,7 @@ def _first_stage(run: Request, questions: _Questions, running: Running) -> None:
     device = running.workers.device
     opened = open_model(run.model, device=device, dtype=run.dtype)
     ask_with(opened.tokenizer, run.data.system_prompt)
+    questions = _fitting(run, opened, questions)
     orders = (1, run.seed) if run.stage1_orders else None
     examples = _encode(opened.model, opened.tokenizer, questions.known, questions.validation, orders)
     noise = None
@@ -236,6 +254,7 @@ def _second_stage(run: Request, questions: _Questions, running: Running) -> None
     opened = open_model(run.source / stages.map_state, device=workers.device, dtype=run.dtype)
     ask_with(opened.tokenizer, run.data.system_prompt)
     detach(opened.model)
+    questions = _fitting(run, opened, questions)
     if hasattr(opened.model, "merge_adapter"):
         opened.model.merge_adapter()  # frozen from here on: one addition now, not one in every pass
     orders = (2, run.seed) if run.stage2_data == "permuted" else None
@@ -261,6 +280,7 @@ def _second_stage(run: Request, questions: _Questions, running: Running) -> None
     else:
         trained = opened.model
         _fit(trained, opened.tokenizer, questions, workers.device)
+        about["reference"] = reference(trained, opened.tokenizer, questions.validation)
     _save(trained, run.out, about | {"vmoer": __version__}, workers)
     if workers.main:
         for path in (run.out / "stage2.safetensors", *run.out.glob("search/*/stage2.safetensors")):

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +42,12 @@ class Telemetry:
         skip: bool = False,
         every: int = 20,
         tensorboard: bool = False,
+        told: Callable[[str, dict[str, Any]], object] | None = None,
     ) -> None:
         """`layers` are those attached, `groups` what gradients are grouped by, `bounds` the temperature's."""
         self.path, self.stage, self.workers = folder / "telemetry.jsonl", stage, workers
         self.layers, self.groups, self.experts, self.bounds = layers, groups, experts, bounds
-        self.skip, self.every = skip, every
+        self.skip, self.every, self.told = skip, every, told
         self.pending: list[tuple[dict[str, Any], Tensor]] = []
         self.names: list[tuple[str, int]] = []
         self.start: dict[str, float] = {}
@@ -108,9 +110,15 @@ class Telemetry:
             else:
                 nll.append(float(row["nll"]))
         self.write(*lines)
+        self.tell(lines[-1])
         for row in lines:
             self._check(row)
         return nll
+
+    def tell(self, row: dict[str, Any]) -> None:
+        """Give a row to whoever watches the run."""
+        if self.told and self.workers.main:
+            self.told(f"stage {self.stage}", row)
 
     def _row(self, head: dict[str, Any], values: list[float]) -> dict[str, Any]:
         row, place = dict(head), 0

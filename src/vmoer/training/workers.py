@@ -38,14 +38,21 @@ class Workers:
     """FSDP2: parameters are spread over the processes."""
 
     @classmethod
-    def launched(cls) -> "Workers":
-        """Those that accelerate launched; one process without it. `accelerate launch --use_fsdp --fsdp_version 2` shards."""
+    def launched(cls, device: str | None = None) -> "Workers":
+        """Those that accelerate launched; one process without it. `accelerate launch --use_fsdp --fsdp_version 2` shards.
+
+        Args:
+            device: where a single process trains; several have one each from their launcher.
+        """
         # without cpu= several CPU processes each take themselves for one
         state = PartialState(cpu=not torch.accelerator.is_available())
         if sharding_asked() and os.environ.get("FSDP_VERSION", "2") != "2":
             raise InputError(NO_FSDP1)
         sharded = sharding_asked() and state.num_processes > 1
-        return cls(state.process_index, state.num_processes, state.device, sharded)
+        if device is not None and state.num_processes > 1:
+            raise InputError(f"device={device!r}: {state.num_processes} processes were launched, and each has its own")
+        place = state.device if device is None else torch.device(device)
+        return cls(state.process_index, state.num_processes, place, sharded)
 
     @property
     def main(self) -> bool:
