@@ -5,8 +5,8 @@ A prompt ends where the answer letter would start. At its last token
     log_probs   log (1/M) sum_m softmax(logits of the question's own letters in pass m),   M = 1 for "router" averaging
     a signal    its mean over the attached layers (and the passes)
 
-views.py has what is peculiar to orders of the options. Prompts of similar length share a batch. A finished batch is a file in `.parts/`, named by a hash of everything that
-decides its numbers. So a run that was killed goes on from there, and ends with the same bytes.
+views.py has what is peculiar to orders of the options. Prompts of similar length share a batch. A finished batch is a file in
+`.parts/`, named by a hash of everything that decides its numbers. So a run that was killed goes on, and ends with the same bytes.
 
 Shapes: M passes, B prompts, V letters, T columns of the batch, K selected experts.
 """
