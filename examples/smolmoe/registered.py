@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 from audit import adjusted
-from equal import HOMES, PRINTED, PRINTED_ON, labels
+from equal import HOMES, labels
 
 from vmoer import metrics
 from vmoer.errors import InputError
@@ -293,14 +293,20 @@ def _mean(homes: Mapping[str, Home], label: str, what: str, shifts: bool) -> flo
 
 
 def moved(metas: Metas) -> str:
-    """Of every run of the printed protocol which epoch was kept, and how far its routers had moved."""
+    """Whether training moved the routers of every label: the epoch that was kept, by seed; over seeds the least change of the
+    parameters, and the trace of the covariance at first and as it was kept, a mean over seeds."""
+    found: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for (home, label, _), meta in sorted(metas.items()):
+        if meta.get("moved") and "+" not in label:
+            found.setdefault((home, label), []).append(meta["moved"])
     body = []
-    for (task, label, seed), meta in sorted(metas.items()):
-        stage2 = (meta.get("seen") or {}).get("stage2") or {}
-        if task in PRINTED_ON and label in PRINTED and stage2.get("history"):
-            keep = stage2["plan"].get("keep", "best")
-            body.append([task, label, str(seed), keep, str(stage2["best_epoch"]), str(len(stage2["history"]) - 1)])
-    return "\n".join(grid(["task", "label", "seed", "kept", "best epoch", "epochs"], body))
+    for (home, label), runs in found.items():
+        epochs = ", ".join(str(run["kept_epoch"]) for run in runs)
+        least = min(run["parameters"] for run in runs)
+        traces = [run["logit_variance"] for run in runs if run.get("logit_variance")]
+        trace = " to ".join(f"{value:.4f}" for value in np.mean(traces, axis=0)) if traces else ""
+        body.append([home, label, epochs, f"{least:.2e}", trace, "" if least else "an untrained router among them"])
+    return "\n".join(grid(["home", "label", "kept epochs", "least change", "trace", ""], body))
 
 
 def main() -> int:

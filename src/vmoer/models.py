@@ -25,6 +25,8 @@ KEEP_MODELS = int(os.environ.get("VMOER_KEEP_MODELS", "0"))
 """How many opened models, adapters included, this process keeps in memory: a study opens a few of them again and again.
 Files that change meanwhile are not noticed."""
 _kept: dict[tuple[Any, ...], tuple[Any, Any]] = {}
+_tokenizers: dict[tuple[str, str | None], Any] = {}
+"""One for all adapters of a base, where models are kept: what it has encoded is remembered with it (tasks/prompt.py)."""
 
 
 class Opened(NamedTuple):
@@ -135,6 +137,8 @@ def _base(name: str, dtype: torch.dtype | str, revision: str | None = None) -> t
                 more = more | {"quantization_config": transformers.GgufConfig(dequantize=True)}
             model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=False, **more)
         tokenizer = _tokenizer(path, found, _place(name, revision)[2])
+    if KEEP_MODELS:
+        tokenizer = _tokenizers.setdefault((name, revision), tokenizer)
     model.config._name_or_path = name  # as the user wrote it, not the folder on this machine
     return model, tokenizer
 

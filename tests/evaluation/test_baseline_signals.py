@@ -59,7 +59,7 @@ def test_columns_of_every_question(tmp_path: Path) -> None:
     assert found["energy"] == pytest.approx(-np.log(np.exp(own.logits_nC).sum(1)), abs=1e-9)
     fitted, held = distances.probe(chosen.states_nD, chosen.logits_nC.argmax(1) != [q.answer for q in valid])
     assert found["probe"] == pytest.approx([*fitted(own.states_nD[:6]), *held])
-    predict_task(model, TOKENIZER, asked, folder=tmp_path, signals=found, seen={"training": 30})
+    predict_task(model, TOKENIZER, asked, folder=tmp_path, signals=found, run={"seen": {"training": 30}})
     assert pq.read_table(tmp_path / "predictions.parquet")["probe"].to_pylist() == found["probe"]
     (group,) = predictions.load(tmp_path)
     assert all(set(NAMES) <= set(cell.signals) for cell in group.cells.values())

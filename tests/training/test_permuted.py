@@ -7,12 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tiny_letters import TOKENIZER
 from train_workers import world
 
 from vmoer import tasks
 from vmoer.errors import InputError
+from vmoer.evaluation import scores
+from vmoer.evaluation.answers import predict_task
+from vmoer.live.attach import attach, attached, detach, routers_of
 from vmoer.models import open_model
+from vmoer.report.summaries import calibration_table, settings
 from vmoer.tasks import Question
 from vmoer.tasks.prompt import prompt
 from vmoer.training.data import encode_questions
@@ -161,6 +166,29 @@ def test_which_state_is_kept(keep: Any, place: tuple[str, str], tmp_path: Path) 
     opened = open_model(tmp_path, device="cpu")
     valid = encode_questions(opened.tokenizer, tasks.load("sciq", "validation", data_root=place[1]), 128)
     assert validation_nll(opened.model, valid, Workers()) == pytest.approx(wanted[keep], abs=1e-5)
+    _check_moved(said["stage2"]["moved"], opened.model, history.index(wanted[keep]))
+    predict_task(
+        opened.model, opened.tokenizer, tasks.load("sciq", "test", data_root=place[1]), folder=tmp_path / "e", run=said
+    )
+    (scored,) = settings(scores.score(tmp_path / "e", draws=10))
+    notes = " ".join(calibration_table(scored).notes)
+    assert ("Untrained routers, since validation kept epoch 0 of at least one seed: vglr-mf." in notes) == (
+        keep == "best"
+    )
+
+
+def _check_moved(moved: dict[str, Any], model: Any, epoch: int) -> None:
+    """Oracle: the kept parameters less those of the same method newly attached to the same model; N s0^2 at first."""
+    kept = [p.detach().double() for router in routers_of(model).values() for p in router.parameters()]
+    config = attached(model).config
+    fresh = attach(detach(model), config)
+    start = [p.detach().double() for router in routers_of(fresh).values() for p in router.parameters()]
+    changes = torch.cat([(a - b).flatten() for a, b in zip(kept, start, strict=True)])
+    assert moved["parameters"] == pytest.approx(changes.square().mean().sqrt().item(), rel=1e-5, abs=1e-12)
+    assert moved["kept_epoch"] == epoch
+    assert moved["logit_variance"][0] == pytest.approx(8 * config.prior_scale**2, rel=1e-2)
+    assert (moved["logit_variance"][0] == moved["logit_variance"][1]) == (epoch == 0)
+    assert (moved["beta_kl"][1] > 10 * moved["beta_kl"][0]) == (epoch > 0)
 
 
 def test_a_run_asks_with_the_system_prompt_it_was_trained_with(place: tuple[str, str], tmp_path: Path) -> None:

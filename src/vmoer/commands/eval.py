@@ -91,6 +91,7 @@ def eval_(
     said |= {"averaging": averaging, "passes": passes, "batch_tokens": batch_tokens, "routing": routing}
     said |= {"replace": replace}
     said |= {"calibrator": _fitting(calibrator, questions, averaging, passes)}
+    said |= {"run": opened.run}
     with locked(out):
         with progress() as show:
             predict_task(opened.model, opened.tokenizer, questions, folder=out, progress=show, **said)

@@ -11,19 +11,15 @@ views.py has what is peculiar to orders of the options. Prompts of similar lengt
 Shapes: M passes, B prompts, V letters, T columns of the batch, K selected experts.
 """
 
-import hashlib
-import json
-import platform
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 import torch
-import transformers
 from torch import Tensor, nn
 
-from vmoer._version import __version__
 from vmoer.errors import InputError, RunError
+from vmoer.evaluation.meta import digest_of, meta_of_answers, of_run
 from vmoer.evaluation.predictions import in_order
 from vmoer.evaluation.views import View, answer_orders, last_tokens, views
 from vmoer.evaluation.writing import Batch, finish, read_part, refuse_other, write_part
@@ -35,11 +31,10 @@ from vmoer.inference.averaging import (
     predict_passes,
     shares_prompts,
 )
-from vmoer.live.attach import attached, ready, record
+from vmoer.live.attach import ready, record
 from vmoer.live.inputs import context_length, memory_for, seeded
 from vmoer.live.recording import Record
 from vmoer.saved.calibrator import Stored
-from vmoer.saved.store import adapter_fingerprint, fingerprint
 from vmoer.tasks import Question
 from vmoer.tasks.batches import by_length, padded
 from vmoer.tasks.prompt import letter_ids
@@ -60,7 +55,7 @@ def predict_task(
     routing: bool = False,
     calibrator: Stored | None = None,
     signals: Mapping[str, Sequence[float]] | None = None,
-    seen: Mapping[str, Any] | None = None,
+    run: Mapping[str, Any] | None = None,
     replace: bool = True,
     progress: Callable[[str, int, int], object] | None = None,
 ) -> Path:
@@ -80,7 +75,7 @@ def predict_task(
         routing: Also write the experts that are selected at the answer, into `routing.parquet`.
         calibrator: The run's own. The answers stay raw; `meta.json` keeps it, and metrics have the rows `METHOD+cal`.
         signals: Further columns, a number for each question, such as those of baseline_signals.py.
-        seen: What questions the model has seen (`run.json`), for `meta.json`.
+        run: `run.json`, of which `meta.json` keeps what questions the model has seen, and whether training moved its routers.
         replace: Whether finished answers of something else in the folder may be replaced.
         progress: Called after each batch with a word, how many questions are answered, and of how many.
 
@@ -93,10 +88,10 @@ def predict_task(
     choices = {"averaging": averaging, "passes": passes, "batch_tokens": batch_tokens, "routing": routing}
     with ready(model):
         asked = _asked(model, tokenizer, questions, averaging, passes, batch_tokens)
-        meta = _meta(model, name, method, seed, choices, questions, asked.tokens)
+        meta = meta_of_answers(model, name, method, seed, choices, questions, asked.tokens)
         if not replace:
             refuse_other(folder, meta)
-        parts = [folder / ".parts" / f"{_digest(meta)[:16]}-{i:05d}.parquet" for i in range(len(asked.batches))]
+        parts = [folder / ".parts" / f"{digest_of(meta)[:16]}-{i:05d}.parquet" for i in range(len(asked.batches))]
         parts[0].parent.mkdir(parents=True, exist_ok=True)
         done, tables = 0, []
         for number, (part, rows) in enumerate(zip(parts, asked.batches, strict=True)):
@@ -110,7 +105,7 @@ def predict_task(
             if progress is not None:
                 progress("answering", done, len(questions))
         meta |= {} if calibrator is None or calibrator.kind == "none" else {"calibrator": calibrator.file}
-        meta |= {} if seen is None else {"seen": dict(seen)}
+        meta |= of_run(run or {})
         lengths = [len(own[0].prompt) for own in asked.views]
         finish(folder, parts[0].parent, tables, questions, lengths, meta, signals or {})
     return folder / "predictions.parquet"
@@ -285,65 +280,3 @@ def _check_numbers(log_probs: list[list[float]], questions: Sequence[Question]) 
     for row, question in zip(log_probs, questions, strict=True):
         if not all(value == value and value > -float("inf") for value in row):
             raise RunError(f"question {question.id!r} of {question.task}: the model's logits are not finite numbers")
-
-
-# -- what determines the numbers ---------------------------------------------------------------------------------------
-
-
-def _meta(
-    model: Any,
-    name: str | None,
-    method: str | None,
-    seed: int,
-    choices: dict[str, Any],
-    questions: Sequence[Question],
-    tokens: object,
-) -> dict[str, Any]:
-    attachment, parameter = attached(model), next(model.parameters())
-    source, *others = dict.fromkeys(q.task for q in questions)
-    asked = [(q.id, q.task, q.split, q.answer, len(q.choices)) for q in questions]
-    return {
-        "model": _plain(name or str(getattr(model.config, "name_or_path", ""))),
-        "method": method or attachment.config.key,
-        "config": attachment.config.to_dict() | {"layers": attachment.layers},
-        "seed": seed,
-        **choices,
-        "split": questions[0].split,
-        "source_task": source,
-        "ood_tasks": others,
-        "questions": _digest(asked, tokens),
-        "fingerprint": {
-            "base": fingerprint(model),
-            "adapter": adapter_fingerprint(model),
-            "weights": _checksum(model),
-        },
-        "dtype": str(parameter.dtype).removeprefix("torch."),
-        "device": parameter.device.type,
-        "versions": {
-            "vmoer": __version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-        },
-    }
-
-
-def _plain(name: str) -> str:
-    """A hub id, or the last name of a local folder: files say nothing about the machine they were made on."""
-    path = Path(name)
-    return path.resolve().name if path.is_absolute() or path.is_dir() else name
-
-
-def _digest(*values: object) -> str:
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
-
-
-def _checksum(model: Any) -> str:
-    """A hash of the sums of every weight's bits, base and routers: it takes no longer than reading them."""
-    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    sums = []
-    for name, value in sorted(model.state_dict().items()):
-        bits = value.detach().contiguous().view(-1).view(integers[value.element_size()])
-        sums.append([name, list(value.shape), str(value.dtype), int(bits.sum(dtype=torch.int64))])
-    settings = {k: v for k, v in model.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
-    return _digest(sums, json.dumps(settings, sort_keys=True, default=str))

@@ -56,7 +56,7 @@ def ensemble(members: Sequence[Path], folder: Path, *, method: str, seed: int) -
     columns["mutual_information"] = pa.array(mutual_information(log_probs_MnC).numpy())
     columns["predictive_entropy"] = pa.array(entropy(mean_nC.numpy()))
     write_bytes(folder / "predictions.parquet", parquet(pa.table(columns)))
-    said = {name: value for name, value in metas[0].items() if name not in ("files", SEAL, "calibrator")}
+    said = {name: value for name, value in metas[0].items() if name not in ("files", SEAL, "calibrator", "moved")}
     said |= {"method": method, "seed": seed, "members": [meta["method"] for meta in metas]}
     said |= {"passes": sum(meta["passes"] for meta in metas), "averaging": "ensemble"}
     write_bytes(folder / "meta.json", (json.dumps(meta_of(folder, said), indent=2) + "\n").encode())

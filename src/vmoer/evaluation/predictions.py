@@ -135,6 +135,8 @@ class Predictions(NamedTuple):
     """The split of the source task that is scored. Of the shifted tasks it is always test."""
     calibrators: dict[tuple[str, int], Stored] = {}  # noqa: RUF012  never changed: `load` makes one for each
     """By method and seed: those of the runs that answered."""
+    moved: dict[tuple[str, int], float] = {}  # noqa: RUF012  likewise
+    """By method and seed: how far training moved the routers' parameters (training/moved.py)."""
 
     def split_of(self, task: str) -> str:
         return self.split if task == self.source_task else "test"
@@ -265,7 +267,7 @@ def load(directory: Path) -> list[Predictions]:
         source = meta.get("source_task")
         if not isinstance(source, str):
             raise InputError(f"{meta_path}: must be a JSON object with source_task beside {path.name}")
-        fresh = Predictions(meta.get("study"), meta.get("model"), source, (), {}, meta.get("split") or "test", {})
+        fresh = Predictions(meta.get("study"), meta.get("model"), source, (), {}, meta.get("split") or "test", {}, {})
         group = groups.setdefault((fresh.model, source), fresh)
         for key, cell in _answered(path):
             if key in group.cells:
@@ -274,6 +276,8 @@ def load(directory: Path) -> list[Predictions]:
         if meta.get("calibrator") is not None:
             stored = checked(meta["calibrator"], f"{meta_path}, calibrator")
             group.calibrators[str(meta.get("method")), int(meta.get("seed") or 0)] = stored
+        if isinstance(moved := (meta.get("moved") or {}).get("parameters"), float):
+            group.moved[str(meta.get("method")), int(meta.get("seed") or 0)] = moved
         listed = meta.get("ood_tasks") or {key.task for key in group.cells}
         shifts = tuple(sorted({*group.ood_tasks, *listed} - {source}))
         groups[fresh.model, source] = group._replace(ood_tasks=shifts)

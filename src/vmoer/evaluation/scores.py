@@ -165,6 +165,9 @@ class _Scorer:
         source = self.group.source_task
         for (method, seed), temperature in temperatures(self.group).items():
             self.add(source, f"{method}+ts", seed, "temperature", temperature, split="validation")
+        for method in sorted({method for method, _ in self.group.moved}):
+            least = min(value for (name, _), value in self.group.moved.items() if name == method)
+            self.add(source, method, None, "moved", least, note="of all seeds the least")
         for task in sorted({key.task for key in self.group.cells if self.group.scores(key)}):
             self.calibration(task)
             if task != source and task in self.group.ood_tasks:

@@ -176,7 +176,15 @@ def calibration_table(scores: Scores) -> Table:
     for row in rows:
         row.insert(after, number(scores.value(row[0].text, "ece_floor")))
     name, title = f"calibration-{scores.setting.slug}", f"Calibration: {scores.setting}"
-    return Table(name, title, columns, rows, [*notes, *floor_notes(scores)])
+    return Table(name, title, columns, rows, [*notes, *untrained_notes(scores), *floor_notes(scores)])
+
+
+def untrained_notes(scores: Scores) -> list[str]:
+    """A sentence on methods whose routers are, with one seed or more, as they began: validation kept the untrained state."""
+    untrained = [method for method in scores.methods if scores.value(method, "moved") == 0]
+    if not untrained:
+        return []
+    return [f"Untrained routers, since validation kept epoch 0 of at least one seed: {', '.join(untrained)}."]
 
 
 def selective_table(scores: Scores) -> Table:

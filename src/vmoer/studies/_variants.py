@@ -262,7 +262,7 @@ def predict_label(
         seed=seed,
         averaging=averaging,
         passes=passes_of(label, study.passes),
-        seen=(opened.run or {}).get("seen"),
+        run=opened.run,
     )
 
 

@@ -47,6 +47,8 @@ class StageOutcome:
     best: dict[str, Tensor]
     state: State
     skipped: int
+    moved: dict[str, Any] | None = None
+    """Of stage 2: how far the kept state is from where it began (moved.py)."""
 
     def summary(self) -> dict[str, Any]:
         return {
@@ -55,7 +57,7 @@ class StageOutcome:
             "best_validation_nll": self.state.best_nll if math.isfinite(self.state.best_nll) else None,
             "skipped_steps": self.skipped,
             "history": self.state.history,
-        }
+        } | ({} if self.moved is None else {"moved": self.moved})
 
 
 @dataclass(frozen=True, kw_only=True)

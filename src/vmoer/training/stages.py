@@ -18,6 +18,7 @@ from vmoer.training import checkpoint
 from vmoer.training.data import Examples
 from vmoer.training.loop import Stage, StageOutcome, optimise
 from vmoer.training.lora import add_lora, folded_quickly
+from vmoer.training.moved import Moved
 from vmoer.training.objective import Objective, evaluate
 from vmoer.training.plan import Plan, Running
 from vmoer.training.presets import STAGE1, STAGE2
@@ -97,10 +98,13 @@ def stage2(
         passes=passes,
         snapshots=config.snapshots,
     )
+    moved = None if running.workers.sharded else Moved(model, valid, running.workers)
     outcome = optimise(running.workers.prepare(model), train, valid, plan, stage, running)
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    checkpoint.restore(outcome.last if config.snapshots or plan.keep == "last" else outcome.best, trainable, model)
-    return outcome
+    last = bool(config.snapshots) or plan.keep == "last"
+    checkpoint.restore(outcome.last if last else outcome.best, trainable, model)
+    kept = outcome.state.history[-1]["epoch"] if last else outcome.state.best_epoch
+    return dataclasses.replace(outcome, moved=moved.after(kept) if moved else None)
 
 
 def search(
