@@ -97,7 +97,7 @@ def eval_(
             predict_task(opened.model, opened.tokenizer, questions, folder=out, progress=show, **said)
             if not no_base and attachment_of(opened.model) and attached(opened.model).config.key != "map":
                 same = "orders" if averaging.startswith("orders") else "router"  # orders help any model
-                plain = {"method": "map", "averaging": same, "calibrator": None, "routing": False}
+                plain = {"method": "map", "averaging": same, "calibrator": None, "routing": False, "run": None}
                 base = detach(opened.model)
                 predict_task(base, opened.tokenizer, questions, folder=out / BASE, progress=show, **said | plain)
         rows = read_json(scores.write(out))
@@ -119,7 +119,7 @@ def eval_(
 def _unequal(run: dict[str, Any]) -> bool:
     """Whether stage 2 of a run had questions of its own."""
     stage2 = run.get("stage2")
-    return isinstance(stage2, dict) and stage2.get("data", "train") != "train"
+    return isinstance(stage2, dict) and stage2.get("data", "train") not in ("train", "permuted")
 
 
 def _fitting(stored: Stored | None, questions: list[Question], averaging: str, passes: int) -> Stored | None:
