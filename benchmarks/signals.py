@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import signals_check
+import signals_claims
 
 from vmoer.bench import overhead, reading
 
@@ -59,7 +60,8 @@ def main() -> int:
             except Exception:
                 traceback.print_exc()
             reading.clean()
-    print("\n".join(["", *checks, "", reading.table(bench.rows)]), flush=True)
+    print("\n".join(["", reading.table(bench.rows), *checks, ""]), flush=True)
+    signals_claims.table(bench.rows)
     return 0
 
 

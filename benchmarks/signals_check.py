@@ -16,7 +16,7 @@ from torch import Tensor
 import vmoer
 from vmoer.bench.geometries import SMALL
 from vmoer.bench.measure import captured
-from vmoer.bench.reading import fitted
+from vmoer.bench.reading import fitted, recorded
 from vmoer.bench.subjects import DEVICE, routers
 from vmoer.inference import operator
 from vmoer.live import capturing
@@ -203,8 +203,43 @@ def operators() -> str:
     return "the operator: opcheck, captured, and beside padding of NaN, in three dtypes"
 
 
+LAUNCHES = ("LaunchKernel", "GraphLaunch", "MemcpyAsync", "MemsetAsync")
+
+
+def calls(work: Callable[[], Any]) -> int:
+    """What the host hands to the device in one run."""
+    from torch.profiler import ProfilerActivity, profile
+
+    for _ in range(capturing.SIGHTS + 2):
+        work()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+        work()
+        torch.cuda.synchronize()
+    return sum(event.count for event in seen.key_averages() if any(name in event.key for name in LAUNCHES))
+
+
+def launches() -> str:
+    """How many launches a router adds to a layer, captured and (in brackets) kernel by kernel: attached, recorded."""
+    plain, layers = SMALL["small-granite"].build(DEVICE, torch.bfloat16), [1, 4]
+    ids, said = torch.randint(1000, (1, 64), device=DEVICE), []
+    base = calls(lambda: plain(input_ids=ids, use_cache=False))
+    for key in KEYS:
+        model = fitted(plain, key, layers)
+
+        def work(model: Any = model) -> Any:
+            return model(input_ids=ids, use_cache=False)
+
+        counts = []
+        for capturing.enabled in (True, False):
+            counts.append([(calls(run) - base) / len(layers) for run in (work, recorded(model, work))])
+        shown = [f"{on:+.0f} ({off:+.0f})" for on, off in zip(*counts, strict=True)]
+        said.append(f"{key} {', '.join(shown)}")
+    capturing.enabled = True
+    return f"launches a layer beside the plain router's, attached, recorded: {'; '.join(said)}"
+
+
 def run(say: Callable[[str], None]) -> list[str]:
-    checks: list[Check] = [spread_kernels, novelty_kernel, replays, graphs, operators, compiled]
+    checks: list[Check] = [spread_kernels, novelty_kernel, replays, graphs, operators, launches, compiled]
     lines = []
     for check in checks:
         start = time.perf_counter()
