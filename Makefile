@@ -44,10 +44,11 @@ wheel:
 	awk '/^```python/ {on = 1; next} /^```/ {on = 0} on' README.md > dist/ten_lines.py
 	cd dist && clean/bin/vmoer --version && clean/bin/vmoer info demo && clean/bin/python ten_lines.py
 
-# torch first and pinned: the registry's default build would bring several gigabytes of CUDA packages
-$(STAMP): pyproject.toml constraints.txt
+# every file by its hash (hashes.txt) but torch, which has another build for every kind of machine; then what is still missing: nothing
+$(STAMP): pyproject.toml constraints.txt hashes.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --retries 10 "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --retries 10 --no-deps --require-hashes -r hashes.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --retries 10 -c constraints.txt "$$(grep '^torch==' constraints.txt)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --retries 10 -c constraints.txt -e ".[test]"
 	touch $(STAMP)
 

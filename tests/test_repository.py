@@ -55,6 +55,16 @@ def test_the_workflows_run_every_python_that_is_named() -> None:
         assert run[0][1] in targets
 
 
+def test_every_pin_has_hashes() -> None:
+    """`make test` installs by hashes.txt. Oracle: the versions are those of constraints.txt, torch apart."""
+    pins = re.findall(r"^\S+==\S+$", (ROOT / "constraints.txt").read_text(), re.M)
+    locked = (ROOT / "hashes.txt").read_text().split("\n", 1)[1]
+    entries = [entry.split() for entry in re.split(r"\n(?=\S)", locked.strip())]
+    assert [entry[0].rstrip(";") for entry in entries] == [pin for pin in pins if not pin.startswith("torch==")]
+    for entry in entries:
+        assert len(re.findall(r"--hash=sha256:[0-9a-f]{64}(?: |$)", " ".join(entry))) >= 1, entry[0]
+
+
 def test_every_extra_that_a_message_names_can_be_installed() -> None:
     """`pip install 'vmoer[...]'` in the code, the README and the pages."""
     files = [*(ROOT / "src").rglob("*.py"), ROOT / "README.md", *(ROOT / "docs").glob("*.md")]

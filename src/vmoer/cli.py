@@ -4,6 +4,7 @@ Exit codes: 0 done, 1 the work failed, 2 bad input, 130 interrupted (Ctrl-C), 14
 tracebacks.
 """
 
+import errno
 import multiprocessing
 import os
 import signal
@@ -20,7 +21,7 @@ import typer
 from typer.core import TyperGroup
 
 from vmoer._version import __version__
-from vmoer.errors import InputError, RunError, unknown
+from vmoer.errors import InputError, RunError, of_files, unknown
 
 COMMANDS = {
     "demo": ("demo:demo", "The whole story on a small embedded model."),
@@ -104,6 +105,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return code
 
 
+_NO_WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
 _STOPS: dict[object, str] = {128 + signal.SIGINT: "interrupted", 128 + signal.SIGTERM: "terminated"}
 _GRACE = 4.0  # seconds from a signal to the end, whatever is still being tidied up
 
@@ -148,6 +150,8 @@ def _explain(error: Exception) -> tuple[str, int]:
         return str(error), 1
     if hasattr(error, "format_message"):  # a wrong option or argument
         return f"{error.format_message()} (see vmoer --help)", 2
+    if isinstance(error, OSError) and error.errno in _NO_WRITING:
+        return of_files(error), 1
     first = next(iter(str(error).strip().splitlines()), "")
     return f"{type(error).__name__}: {first} (VMOER_DEBUG=1 shows where)", 1
 

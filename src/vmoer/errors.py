@@ -1,6 +1,7 @@
 """What can go wrong, said in one line."""
 
 import difflib
+import errno
 from collections.abc import Iterable
 
 
@@ -22,6 +23,14 @@ def unknown(kind: str, name: str, known: Iterable[str], more: str = "") -> Input
     close = difflib.get_close_matches(name, known)
     hint = f"; did you mean {' or '.join(close)}?" if close else ""
     return InputError(f"unknown {kind} {short(name)}{hint} (known: {', '.join(known)}{more})")
+
+
+def of_files(error: OSError) -> str:
+    """What the system says of a file, in a line of ours."""
+    where = f"{error.filename}: " if error.filename else ""
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    more = "; make room and run the same command again" if full else ""
+    return f"{where}{error.strerror or error}{more}"
 
 
 def short(value: object) -> str:

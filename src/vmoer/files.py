@@ -42,8 +42,10 @@ def write_bytes(path: Path, data: bytes, scratch: Path | None = None) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            error.filename, error.filename2 = str(path), None  # a full disk does not say which file it was
         raise
 
 

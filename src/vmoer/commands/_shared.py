@@ -4,6 +4,7 @@ import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from logging import getLogger as logging_of
 from pathlib import Path
 from typing import Annotated
 
@@ -153,4 +154,5 @@ def quiet() -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     logging.set_verbosity_error()
+    logging_of("bitsandbytes").setLevel("ERROR")  # it says so where a kernel of its own is missing
     disable_progress_bars()

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from vmoer.errors import InputError
+from vmoer.errors import InputError, of_files
 from vmoer.evaluation import predictions
 from vmoer.evaluation.scores import Row
 from vmoer.files import read_json, sealed, unsealed, write_json
@@ -332,6 +332,8 @@ def compute(cell: Cell, out: Path) -> str:
     except Exception as error:
         if os.environ.get("VMOER_DEBUG"):
             traceback.print_exc()
+        if isinstance(error, OSError) and error.filename:
+            return of_files(error)
         return (str(error).strip().splitlines() or [type(error).__name__])[0]
     return ""
 

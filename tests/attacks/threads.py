@@ -1,0 +1,203 @@
+"""One attached model in many threads and asyncio tasks, and what the context variables cost that make it safe.
+
+    python tests/attacks/threads.py PART [--methods ...] [--passes 1000]
+
+The parts are
+
+    threads   16 threads run passes of their own on one model: recorded, drawn by number, switched off, answers averaged
+    tasks     200 asyncio tasks of one thread keep records open while the others run
+    cost      a recorded pass of one thread, against the same with all state in plain attributes of the attachment
+
+The oracle is the same work alone. A line of JSON is printed for each method.
+"""
+
+import argparse
+import asyncio
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import numpy as np
+import tiny
+import torch
+from test_contract import METHODS, prepare
+
+import vmoer
+from vmoer.live import context
+from vmoer.live.attach import sampled, switched_off
+
+THREADS, TASKS = 16, 200
+Found = list[torch.Tensor]
+
+
+def batches() -> list[dict[str, torch.Tensor]]:
+    return [tiny.batch((9, 5 + i % 4), seed=i) for i in range(THREADS)]
+
+
+@torch.no_grad()
+def passes_of(model: Any, batch: dict[str, torch.Tensor], number: int) -> tuple[Found, Found]:
+    """What some passes answer, and what their records hold: one averages, one draws its own sample, one is switched off."""
+    with vmoer.record(model) as rec:
+        logits = model(**batch).logits
+    with vmoer.record(model) as drawn, sampled(model, number):
+        model(**batch)
+    with switched_off(model):
+        own = model(**batch).logits
+    answers = vmoer.predict(model, batch, averaging="answer", passes=2)
+    recorded = [rec.experts, drawn.experts, *(rec.signals[name] for name in sorted(rec.signals))]
+    return [logits, own, answers], [*recorded, torch.tensor([len(rec.passes), len(drawn.passes)])]
+
+
+def same(found: Found, expected: Found) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def judged(found: tuple[Found, Found], expected: tuple[Found, Found]) -> str:
+    """wrong: other answers; mixed: a record that holds something else."""
+    return "wrong" if not same(found[0], expected[0]) else "mixed" if not same(found[1], expected[1]) else "right"
+
+
+def in_threads(method: str, passes: int) -> dict[str, Any]:
+    """At least so many passes in each thread."""
+    model = prepare("granitemoe", method)
+    expected = [passes_of(model, batch, i) for i, batch in enumerate(batches())]
+    counted = [0]
+    hook = model.register_forward_pre_hook(lambda *_: counted.__setitem__(0, counted[0] + 1))
+    passes_of(model, batches()[0], 0)
+    hook.remove()
+    rounds, start = -(-passes // counted[0]), threading.Barrier(THREADS)
+
+    def work(number: int) -> list[str]:
+        batch = batches()[number]
+        start.wait()
+        return [judged(passes_of(model, batch, number), expected[number]) for _ in range(rounds)]
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        outcomes = [outcome for found in pool.map(work, range(THREADS)) for outcome in found]
+    after = judged(passes_of(model, batches()[0], 0), expected[0])
+    counts = {name: outcomes.count(name) * counted[0] for name in ("right", "wrong", "mixed")}
+    return {"method": method, "passes": rounds * counted[0] * THREADS, **counts, "after": after}
+
+
+def in_tasks(method: str) -> dict[str, Any]:
+    """Records stay open while other tasks run; the pass is in the task's thread, or in one that it waits for."""
+    model = prepare("granitemoe", method)
+
+    @torch.no_grad()
+    async def work(number: int, pause: Callable[[], Any]) -> tuple[Found, Found]:
+        batch = tiny.batch((7,), seed=number)
+        with vmoer.record(model) as rec:
+            await pause()
+            with sampled(model, number):
+                await pause()
+                logits = model(**batch).logits
+                await pause()
+        return [logits], [rec.experts, rec.signals["gate_entropy"], torch.tensor(len(rec.passes))]
+
+    async def at_once() -> list[Any]:
+        return await asyncio.gather(*(work(i, lambda: asyncio.sleep(0)) for i in range(TASKS)))
+
+    async def nothing() -> None:
+        pass
+
+    found = asyncio.run(at_once())
+    outcomes = [judged(one, asyncio.run(work(number, nothing))) for number, one in enumerate(found)]
+    return {
+        "method": method,
+        "passes": TASKS,
+        **{name: outcomes.count(name) for name in ("right", "wrong", "mixed")},
+        "after": "right",
+    }
+
+
+# -- what it costs -----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def plain() -> Iterator[None]:
+    """All state in attributes, as if there were one thread: no context variable, no copy of what is asked, no thread-local."""
+
+    def asked(self: Any) -> context.Asked:
+        return self.__dict__.get("plain", context.NOTHING)
+
+    @contextmanager
+    def asking(self: Any, **changes: Any) -> Iterator[None]:
+        before = asked(self)
+        self.plain = replace(before, **changes)
+        try:
+            yield
+        finally:
+            self.plain = before
+
+    local = SimpleNamespace(now=None, asked={})
+    with (
+        mock.patch.object(context.Attachment, "asked", property(asked)),
+        mock.patch.object(context.Attachment, "asking", asking),
+        mock.patch.object(context, "_LOCAL", local),
+    ):
+        yield
+
+
+@torch.no_grad()
+def cost(method: str, blocks: int) -> dict[str, Any]:
+    """Seconds of the processor for a recorded pass, with context variables over without: blocks of passes in turn.
+
+    The first passes of a block are left out: there Python finds its way anew through classes that were changed.
+    """
+    model, batch = prepare("granitemoe", method), tiny.batch((48, 40, 45, 31))
+
+    def block() -> float:
+        took = []
+        for _ in range(12):
+            began = time.thread_time_ns()
+            with vmoer.record(model):
+                model(**batch)
+            took.append(time.thread_time_ns() - began)
+        return float(np.median(took[4:])) / 1e6
+
+    def without() -> float:
+        with plain():
+            return block()
+
+    block(), without()
+    pairs = np.array([(block(), without()) if i % 2 else (without(), block())[::-1] for i in range(blocks)])
+    drawn = pairs[np.random.default_rng(0).integers(blocks, size=(1000, blocks))]
+    low, high = np.quantile(np.median(drawn[..., 0], 1) / np.median(drawn[..., 1], 1), [0.025, 0.975])
+    with_, without_ = np.median(pairs, 0)
+    return {
+        "method": method,
+        "ratio": float(with_ / without_),
+        "low": float(low),
+        "high": float(high),
+        "milliseconds": float(without_),
+    }
+
+
+def main() -> None:
+    asked = argparse.ArgumentParser(description=__doc__)
+    asked.add_argument("part", choices=["threads", "tasks", "cost"])
+    asked.add_argument("--methods", default=",".join(METHODS))
+    asked.add_argument("--passes", type=int, default=1000)
+    given = asked.parse_args()
+    torch.set_num_threads(1)
+    for method in given.methods.split(","):
+        if given.part == "threads":
+            found = in_threads(method, given.passes)
+        else:
+            found = in_tasks(method) if given.part == "tasks" else cost(method, given.passes)
+        print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()
