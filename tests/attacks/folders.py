@@ -10,8 +10,10 @@ import torch
 from safetensors.torch import load, save
 
 from attacks.targets import Outcomes, Target, bit_flips, mutations, swapped
+from vmoer.files import sealed
+from vmoer.saved import manifest
 
-JSON_FILES = ("manifest.json", "router.json", "run.json", "adapter_config.json")
+JSON_FILES = ("manifest.json", "router.json", "run.json", "adapter_config.json", "calibrator.json", "threshold.json")
 TENSOR_FILES = ("router.safetensors", "adapter_model.safetensors")
 Said = Callable[[str, str, str], None]
 
@@ -36,7 +38,10 @@ def rewritten(target: Target, each: int, seed: int = 0) -> Iterator[tuple[str, s
     for name in JSON_FILES[1:]:
         rng, good = random.Random(f"{seed} {name}"), json.loads(target.files[name])
         for _ in range(each):
-            yield f"rewritten {name}", name, json.dumps(swapped(good, rng)).encode(), True
+            value = swapped(good, rng)
+            if name not in manifest.MEMBERS and isinstance(value, dict):  # it has a checksum of its own
+                value = sealed(value)
+            yield f"rewritten {name}", name, json.dumps(value).encode(), True
 
 
 def retensored(target: Target, each: int, seed: int = 0) -> Iterator[tuple[str, str, bytes, bool]]:

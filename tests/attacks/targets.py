@@ -4,9 +4,9 @@ Memory is judged apart: test_bombs.py runs under a limit of the address space, a
 An outcome is one of
 
     refused     one clear line, and the model as it was
-    identical   the damage changed nothing that is read: the logits are those of before, bit for bit
+    identical   the damage changed nothing that is read: logits, calibrator and threshold are those of before, bit for bit
     taken       the folder was rewritten consistently, manifest and all, and is a valid one: other routers, not a damaged file
-    different   other logits from a damaged file, without a word
+    different   other numbers from a damaged file, without a word
     raw         an error of a library or of Python, or one of several lines
     changed     a refusal after which the model is not what it was
     hang        longer than SECONDS
@@ -22,18 +22,32 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tiny
 import torch
 from peft import LoraConfig, get_peft_model
+from scipy.special import log_softmax
 
 import vmoer
 from vmoer.errors import InputError, RunError
-from vmoer.saved import manifest
+from vmoer.evaluation.threshold import read_threshold, write_threshold
+from vmoer.metrics.calibrators import choose
+from vmoer.saved import calibrator, manifest
+from vmoer.saved.store import read_folder
 
 GOOD = ("refused", "identical", "taken")
 BAD = ("different", "raw", "changed", "hang")
 SECONDS = 10.0
 Outcomes = Counter[str]
+
+
+def _answers() -> tuple[Any, Any, list[str]]:
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(60, 3))
+    return log_softmax(logits, -1), rng.integers(3, size=60), [f"q{i}" for i in range(60)]
+
+
+ANSWERS = _answers()
 
 
 def adapted(base: Any) -> Any:
@@ -46,10 +60,17 @@ def adapted(base: Any) -> Any:
 
 
 def make_run(folder: Path) -> Path:
-    """As `vmoer train` leaves one: adapter, routers with novelty, run.json, manifest."""
+    """As `vmoer train`, `calibrate` and `threshold` leave one: adapter, routers with novelty, calibrator, threshold, manifest."""
     model = vmoer.attach(adapted(tiny.model("granitemoe")), vmoer.LowRank(layers=[1], samples=4, rank=2))
     vmoer.fit(model, [tiny.batch()], rank=3)
-    return vmoer.save(model, folder, run={"model": "base", "task": "t", "method": "vglr-lr", "seed": 0, "settings": {}})
+    vmoer.save(model, folder, run={"model": "base", "task": "t", "method": "vglr-lr", "seed": 0, "settings": {}})
+    log_probs, answers, ids = ANSWERS
+    choice = choose(log_probs, answers, ids, "vector")
+    how: dict[str, Any] = {"averaging": "router", "passes": 1, "task": "t", "method": "vglr-lr"}
+    calibrator.write(folder, calibrator.described(choice, options=[3] * len(answers), **how))
+    told = {"format": 2, "form": "letters", "signal": "predictive_entropy", "threshold": 0.7, "temperature": 1.5}
+    write_threshold(folder / "threshold.json", told)
+    return folder
 
 
 class Target:
@@ -60,8 +81,14 @@ class Target:
         self.base, self.batch = tiny.model("granitemoe").eval(), tiny.batch()
         self.files = {path.name: path.read_bytes() for path in run.iterdir()}
         self.before = snapshot(self.base)
-        self.expected = self.logits(vmoer.load(copy.deepcopy(self.base), run))
+        self.expected = [*self.told(run), self.logits(vmoer.load(copy.deepcopy(self.base), run))]
         shutil.copytree(run, place)
+
+    def told(self, folder: Path) -> list[torch.Tensor]:
+        """What the calibrator and the threshold of a folder make of answers."""
+        stored, threshold = calibrator.of(read_folder(folder)), read_threshold(folder)
+        mapped = ANSWERS[0] if stored is None else stored.apply(ANSWERS[0])
+        return [torch.tensor([threshold.value, threshold.file.get("temperature", 1.0)]), torch.from_numpy(mapped)]
 
     def logits(self, model: Any) -> torch.Tensor:
         with torch.no_grad():
@@ -71,7 +98,7 @@ class Target:
         """The outcome of loading the folder with one file's content replaced, and what was said."""
         path = self.place / name
         path.write_bytes(data)
-        if reseal:
+        if reseal and name in manifest.MEMBERS:
             manifest.seal(self.place)
         try:
             return self.load(reseal)
@@ -84,11 +111,12 @@ class Target:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
+                found = self.told(self.place)
                 loaded = vmoer.load(self.base, self.place)
-                found = self.logits(loaded)
-            same = torch.equal(found, self.expected)
+                found.append(self.logits(loaded))
+            same = all(map(torch.equal, found, self.expected))
             outcome, said = ("identical" if same else "taken" if reseal else "different"), ""
-            if reseal and not bool(torch.isfinite(found).all()):
+            if reseal and not all(bool(torch.isfinite(one).all()) for one in found):
                 outcome = "different"
         except Exception as error:
             outcome, said = judge(error), f"{type(error).__name__}: {error}"

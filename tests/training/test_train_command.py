@@ -57,8 +57,8 @@ def valid(place: tuple[str, str], tokenizer: Any) -> Any:
 
 
 def weights(folder: Path) -> dict[str, str]:
-    """Of all but `adapter_config.json`, where PEFT writes a set in the order of its hashes."""
-    files = [*folder.rglob("*.safetensors"), *folder.rglob("telemetry.jsonl"), *folder.rglob("r*.json")]
+    """Every file of a run, by its checksum."""
+    files = [*folder.rglob("*.safetensors"), *folder.rglob("telemetry.jsonl"), *folder.rglob("*.json")]
     return {str(f.relative_to(folder)): hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
 
 

@@ -167,6 +167,10 @@ def write(model: nn.Module, folder: Path, tensors: Mapping[str, Tensor]) -> None
     with tempfile.TemporaryDirectory() as temporary:
         cast(Any, model).save_pretrained(temporary, state_dict=dict(tensors))
         config, data = ((Path(temporary) / name).read_bytes() for name in (CONFIG, TENSORS))
+    said = json.loads(config)
+    if isinstance(said.get("target_modules"), list):  # a set of PEFT's, in another order in every process
+        said["target_modules"] = sorted(said["target_modules"])
+    config = (json.dumps(said, indent=2, sort_keys=True) + "\n").encode()
     try:
         parse(config, data, Path("this model"))
     except InputError as error:
