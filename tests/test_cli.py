@@ -22,6 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import vmoer
 from vmoer.cli import COMMANDS, run
 from vmoer.errors import RunError
+from vmoer.files import write_text
 
 DATA = Path(os.environ.get("VMOER_DATA") or Path(__file__).parents[2] / "shared" / "data")
 
@@ -375,6 +376,45 @@ def test_a_signal_ends_a_command_at_once_and_leaves_nothing_half_written(
             assert run(["eval", "demo", *options, str(tmp_path / name)]) == 0
         for name in ("predictions.parquet", "metrics.json", "meta.json"):
             assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+@pytest.mark.parametrize("raised", [SystemExit(1), RuntimeError("its worker was told too"), KeyboardInterrupt()])
+def test_a_signal_has_its_code_whatever_a_library_makes_of_it(
+    raised: BaseException, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As Ray does, which gives our exception on as one of its own. Oracle: the code of a shell."""
+
+    def library(_: Any) -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(5)
+        except SystemExit:
+            raise raised from None
+
+    monkeypatch.setattr("vmoer.commands.info.skeleton", library)
+    assert run(["info", "x"]) == 143
+    assert capsys.readouterr().err == "terminated\n"
+
+
+def test_a_full_disk_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Oracle: what a device that is always full answers."""
+
+    def full(_: Any) -> None:
+        with open("/dev/full", "wb") as file:
+            file.write(b"x" * 10**6)
+
+    def replaced(*_: object) -> None:
+        full(None)
+
+    monkeypatch.setattr("vmoer.commands.info.skeleton", full)
+    assert fails(capsys, "info", "x") == (1, "No space left on device; make room and run the same command again")
+    monkeypatch.setattr(os, "replace", replaced)
+    monkeypatch.setattr("vmoer.commands.info.skeleton", lambda _: write_text(tmp_path / "file", "text"))
+    line = f"{tmp_path / 'file'}: No space left on device; make room and run the same command again"
+    assert fails(capsys, "info", "x") == (1, line)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_interrupt_is_code_130(monkeypatch: pytest.MonkeyPatch) -> None:

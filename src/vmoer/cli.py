@@ -132,14 +132,15 @@ def _stoppable() -> Iterator[None]:
     try:
         yield
     except BaseException:
-        if told:  # libraries give the exception on as another, or fail because their processes were told too
-            raise SystemExit(told[0]) from None
-        raise
+        if not told:
+            raise
     finally:
         for timer in timers:
             timer.cancel()
         for number, handler in before.items():
             signal.signal(number, handler or signal.SIG_DFL)
+    if told:  # libraries give the exception on as another, swallow it, or fail because their processes were told too
+        raise SystemExit(told[0])
 
 
 def _end(code: int) -> None:

@@ -122,8 +122,8 @@ PARTS: dict[str, tuple[str, Callable[[argparse.Namespace], Rows], tuple[str, ...
         ("method", "passes", "right", "wrong", "mixed"),
     ),
     "cost": (
-        "One thread: milliseconds of the processor for a recorded pass of a tiny model with all state in plain attributes, and the\n"
-        "ratio of ours to it, with a 95% interval. On a larger model the same microseconds are a smaller part.",
+        "One thread: milliseconds of the processor for a recorded pass of a tiny model with all state in plain attributes, and\n"
+        "the ratio of ours to it, with a 95% interval. On a larger model the same microseconds are a smaller part.",
         cost,
         ("method", "milliseconds", "ratio", "low", "high", "over 1%"),
     ),

@@ -27,6 +27,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -233,8 +234,8 @@ def room(place: Place) -> Report:
         if name != "demo":
             size = sum(-(-len(data) // 4096) * 4096 for data in content(place.whole(name)).values())
             for share in (0.0, 0.2, 0.5, 0.8):
-                yield in_a_fork(lambda name=name, share=share, size=size: full(place, name, share, size))
-            yield in_a_fork(lambda name=name: full(place, name, None, 0))
+                yield in_a_fork(partial(full, place, name, share, size))
+            yield in_a_fork(partial(full, place, name, None, 0))
 
 
 def in_a_fork(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:

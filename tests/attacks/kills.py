@@ -18,6 +18,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ def study(out: Path) -> None:
         return [_grid.row("toy", "value", n / 7, method=str(n))]
 
     with locked(out):
-        cells = [_grid.Cell("toy", {"n": n}, lambda n=n: work(n)) for n in range(3)]
+        cells = [_grid.Cell("toy", {"n": n}, partial(work, n)) for n in range(3)]
         _grid.run(cells, out, say=lambda line: None)
 
 
