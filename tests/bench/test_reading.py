@@ -1,4 +1,4 @@
-"""What reading the uncertainty costs: the arithmetic of its rows against numbers worked out by hand, and a run on this machine."""
+"""What reading the uncertainty costs: its rows against numbers worked out by hand, its claims, and a run on this machine."""
 
 import importlib.util
 import json
@@ -12,6 +12,12 @@ from tiny import GEOMETRY
 from vmoer.bench import reading
 
 ABOUT = {"geometry": "g", "part": "prefill", "launch": "eager", "tokens": 16384, "batch": 16}
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing collects what other tests have left, again and again."""
+    monkeypatch.setattr(reading.gc, "collect", lambda: 0)
 
 
 def test_each_run_is_timed_between_two_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,7 +77,7 @@ def test_it_says_what_the_attached_model_records(architecture: str, config: Conf
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.key}-{getattr(c, 'sampling', '')}")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_torch_accepts_it_as_an_operator(config: Config, dtype: torch.dtype) -> None:
     """Schema, fake shapes and dtypes, tracing: PyTorch's own checks."""
     hosted("granitemoe", config)
@@ -138,6 +138,22 @@ def test_rows_do_not_depend_on_their_batch() -> None:
         alone = torch.ops.vmoer.route(u_TD[row : row + 1], logits_TN[row : row + 1], "0")
         for ours, theirs in zip(alone, whole, strict=True):
             torch.testing.assert_close(ours[0], theirs[row])
+
+
+def test_what_lies_in_padded_rows_does_not_matter() -> None:
+    """CUDA graphs pad a batch with whatever the memory held. Oracle: the same rows without padding."""
+    for config in (vmoer.FullCovariance(layers=LAYERS), vmoer.LowRank(layers=LAYERS), vmoer.MCDropout(layers=LAYERS)):
+        hosted("granitemoe", config)
+        u_TD, logits_TN = torch.randn(5, 32), torch.randn(5, 6)
+        expected = torch.ops.vmoer.route(u_TD, logits_TN, "0")
+        for filling in (float("nan"), float("inf"), 1e30):
+            padded = (
+                torch.cat([u_TD, torch.full((3, 32), filling)]),
+                torch.cat([logits_TN, torch.full((3, 6), filling)]),
+            )
+            found = torch.ops.vmoer.route(*padded, "0")
+            for ours, theirs in zip(found, expected, strict=True):
+                torch.testing.assert_close(ours[:5], theirs)
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,9 @@ class _Kept:
         self.seen: dict[Any, int] = {}
         self.tensors = [held for m in (router, *method.modules()) for held in (m._parameters, m._buffers)]
 
+        # sharded and quantised tensors are no plain memory
+        self.plain = all(type(x) in (Tensor, nn.Parameter) for x in self.values())
+
     def values(self) -> list[Tensor]:
         return [x for held in self.tensors for x in held.values() if x is not None]
 
@@ -122,6 +125,8 @@ def captured(router: nn.Module, method: Any, states: Tensor, now: Pass, work: Wo
     kept = _LOCAL.kept.get(method)
     if kept is None:
         kept = _LOCAL.kept[method] = _Kept(router, method)
+    if not kept.plain:
+        return None
     stream, record = torch.cuda.current_stream(states.device), now.asked.record
     asks = None if record is None else record.asks
     if asks is not None and method.fitted:
