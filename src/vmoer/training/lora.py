@@ -64,15 +64,21 @@ def folded_quickly(model: nn.Module) -> Iterator[None]:
     PEFT registers a parametrisation in every forward pass of every layer and removes it again, which makes a class each
     time and takes as long as the whole model's own pass. Putting the same sum in the parameter's place does the same.
     """
-    wrappers: list[Any] = [m for m in model.modules() if type(m).__name__ == "ParamWrapper"]
-    wrappers = [m for m in wrappers if hasattr(m, "_activate_lora") and hasattr(m, "get_delta_weight")]
-    for wrapper in wrappers:
-        wrapper._activate_lora = MethodType(_fold, wrapper)
+    wrappers = fold_quickly(model)
     try:
         yield
     finally:
         for wrapper in wrappers:
             del wrapper._activate_lora
+
+
+def fold_quickly(model: nn.Module) -> list[Any]:
+    """The same from now on; returns the adapters that it is done to."""
+    wrappers: list[Any] = [m for m in model.modules() if type(m).__name__ == "ParamWrapper"]
+    wrappers = [m for m in wrappers if hasattr(m, "_activate_lora") and hasattr(m, "get_delta_weight")]
+    for wrapper in wrappers:
+        wrapper._activate_lora = MethodType(_fold, wrapper)
+    return wrappers
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from vmoer.live import adapters
 from vmoer.live.attach import attachment_of, record, sampled
 from vmoer.live.inputs import keeps_logits
 from vmoer.live.recording import Record
@@ -59,6 +60,8 @@ def micro_loss(
         with record(model, step=step * passes + number, first_row=first_row) as rec:
             log_probs.append(answer_log_probs(model, batch))
         kl = kl + rec.kl(tokens=tokens) / passes
+    if (penalty := adapters.divergence(model)) is not None:
+        kl = kl + penalty * len(batch.answers_B) / rows
     nll = answer_nll(torch.stack(log_probs), batch.answers_B).sum() / rows
     loss = nll + kl
     return loss, {"loss": loss.detach(), "nll": nll.detach(), "kl": kl.detach(), **signals(rec)}

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 
 from vmoer.errors import InputError
+from vmoer.live.adapters import AdapterNoise
 from vmoer.live.brittleness import parse_layers
 from vmoer.routers import Config
 from vmoer.training.data import held_out_share
@@ -28,6 +29,7 @@ class Stages:
         rank: of the LoRA adapter of stage 1.
         objective: what stage 2 minimises; `passes` are those of the predictive objective.
         noisy_stage1: whether the method's noise, untrained, is on in stage 1 already.
+        adapter: what the adapter is drawn by in stage 1 (training.blob, training.lora_dropout); a plain one by default.
         search: whether validation chooses a setting of the method (`Config.search`).
         from_map: a run whose stage 1 is taken, so that methods share it; `map_state` says which of its states.
     """
@@ -38,6 +40,7 @@ class Stages:
     objective: Objective = "elbo"
     passes: int = 4
     noisy_stage1: bool = False
+    adapter: AdapterNoise | None = None
     search: bool = False
     from_map: str | Path | None = None
     map_state: Literal["map", "map-early"] = "map"
@@ -97,6 +100,8 @@ class Request:
             )
         if self.stages.noisy_stage1 and self.stages.from_map is not None:
             raise InputError("from_map takes a finished stage 1, noisy_stage1 asks for another: give one of them")
+        if self.stages.adapter is not None and self.stages.from_map is not None:
+            raise InputError("from_map takes a finished stage 1, adapter asks for another: give one of them")
 
     @cached_property
     def config(self) -> Config:
@@ -145,7 +150,7 @@ class Request:
             "seed": self.seed,
             **self.about_data(),
             "noise": noise if self.stages.noisy_stage1 else None,
-        }
+        } | ({} if self.stages.adapter is None else {"adapter": self.stages.adapter.described()})
 
     def about_stage2(self) -> dict[str, Any]:
         stages = self.stages

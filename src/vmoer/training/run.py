@@ -30,7 +30,7 @@ from vmoer.saved import manifest, store
 from vmoer.saved.store import read_folder, read_run
 from vmoer.tasks.batches import by_length
 from vmoer.tasks.prompt import ask_with, fitting
-from vmoer.training import checkpoint
+from vmoer.training import checkpoint, drawn
 from vmoer.training.data import Examples, collate, encode_questions, halves, held_out_share, hold_out
 from vmoer.training.loop import StageOutcome, refuse_other_settings
 from vmoer.training.plan import Plan, Running
@@ -181,7 +181,7 @@ def _first_stage(run: Request, questions: _Questions, running: Running) -> None:
         _check_stage1(run, as_json({"model": run.model, **run.about_data()}))
         return
     if done:
-        _check_stage1(run, as_json({"model": run.model, **run.about_stage1()}))
+        _check_stage1(run, as_json({"model": run.model, "adapter": None, **run.about_stage1()}))
         return
     device = running.workers.device
     opened = open_model(run.model, device=device, dtype=run.dtype)
@@ -194,7 +194,7 @@ def _first_stage(run: Request, questions: _Questions, running: Running) -> None:
         noise = _with_layers(opened.model, run.config, run.layers, examples[0], device)
     about: dict[str, Any] = {"model": opened.name, "task": str(run.task), "method": "map", "preset": run.preset.name}
     about |= {"stage1": run.about_stage1(), "seed": run.seed, "seen": questions.seen()} | run.prompt()
-    _stage1_folders(run, opened.model, examples, noise, about, running)
+    _stage1_folders(run, opened.model, examples, noise, about | {"vmoer": __version__}, running)
 
 
 def _whole(folder: Path) -> bool:
@@ -222,17 +222,17 @@ def _stage1_folders(
     states: list[dict[str, torch.Tensor]] = [{}, {}]
     if plan.epochs:
         settings = as_json({"model": about["model"], **about["stage1"]})
-        more: dict[str, Any] = {"noise": noise, "settings": settings, "running": running}
-        model, outcome = stage1(model, *examples, plan, folder=run.out, rank=run.stages.rank, seed=run.seed, **more)
+        how: dict[str, Any] = {"noise": noise, "adapter": run.stages.adapter, "settings": settings, "running": running}
+        model, outcome = stage1(model, *examples, plan, folder=run.out, rank=run.stages.rank, seed=run.seed, **how)
         states = [outcome.last, outcome.best]
         about = about | {"stage1": about["stage1"] | outcome.summary()}
-    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     for name, state in zip(("map", "map-early"), states, strict=True):
         if state:
-            checkpoint.restore(state, trainable, model)
-        attach(model, Deterministic())
-        _save(model, run.out / name, about | {"state": name, "vmoer": __version__}, running.workers)
-        detach(model)
+            checkpoint.restore(state, {n: p for n, p in model.named_parameters() if p.requires_grad}, model)
+        with drawn.kept_apart(model, run.out / name, running.workers) as more:
+            attach(model, Deterministic())
+            _save(model, run.out / name, about | {"stage1": about["stage1"] | more, "state": name}, running.workers)
+            detach(model)
     if running.workers.main:
         (run.out / "stage1.safetensors").unlink(missing_ok=True)
 

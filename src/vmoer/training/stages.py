@@ -12,8 +12,9 @@ from torch import nn
 
 from vmoer import metrics
 from vmoer.errors import InputError
+from vmoer.live import adapters
 from vmoer.live.attach import attach, detach, routers_of
-from vmoer.routers import Config
+from vmoer.routers import Config, Deterministic
 from vmoer.training import checkpoint
 from vmoer.training.data import Examples
 from vmoer.training.loop import Stage, StageOutcome, optimise
@@ -34,26 +35,33 @@ def stage1(
     folder: str | Path,
     rank: int = 16,
     noise: Config | None = None,
+    adapter: adapters.AdapterNoise | None = None,
     seed: int = 0,
     settings: dict[str, Any] | None = None,
     running: Running | None = None,
 ) -> tuple[Any, StageOutcome]:
     """Fine-tune by LoRA; returns the PEFT model in its last state, and both states.
 
-    With `noise` the method's routers are on, at their prior and not trained: the adapter learns under their noise.
+    With `noise` the method's routers are on, at their prior and not trained: the adapter learns under their noise. With `adapter`
+    the adapter itself is drawn in every step, and stays so: `live.adapters.taken_off` gives the plain one.
     """
     running = running or Running(workers=Workers.launched())
     if running.workers.sharded:
         raise InputError("stage 1 does not run under FSDP2: train it on whole copies and take it over by from_map")
     tuned = add_lora(model, rank=rank, seed=seed)
+    if noise is None and adapter is not None:
+        noise = Deterministic()  # it knows the step, and routes as the model does
     if noise is not None:
         attach(tuned, noise, freeze=False)
         for router in routers_of(tuned).values():
             router.requires_grad_(False)
+    if adapter is not None:
+        adapters.draw(tuned, adapter, seed=seed, questions=len(train))
     if running.recompute:
         tuned.gradient_checkpointing_enable({"use_reentrant": False})
     with folded_quickly(tuned):
         here = {"plan": plan.described(), "rank": rank, "seed": seed, **(settings or {})}
+        here |= {} if adapter is None else {"adapter": adapter.described()}
         stage = Stage(number=1, folder=Path(folder), settings=here, seed=seed, dropout=True)
         outcome = optimise(tuned, train, valid, plan, stage, running)
     if running.recompute:
