@@ -13,7 +13,7 @@ Shapes: M passes, B prompts, V answers (the vocabulary, or the tokens asked for)
 """
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from typing import Any, Literal
 
@@ -33,6 +33,9 @@ OF_TOKENS = ("router", "answer", "full")
 ORDERS = ("orders", "orders+routing")
 _SHARES: "weakref.WeakKeyDictionary[Attachment, bool]" = weakref.WeakKeyDictionary()
 """Whether a model's answers can be averaged in one pass, where it was found out."""
+LogitSampler = Callable[[Callable[[], Tensor], int], Tensor]
+"""From a pass, which gives logits [B, V], and M: samples of the logits, [M, B, V]."""
+_SAMPLERS: "weakref.WeakKeyDictionary[Attachment, LogitSampler]" = weakref.WeakKeyDictionary()
 PLAIN = ("sdpa", "flash_attention_2", "flash_attention_3")  # one function for all models, which does nothing else
 
 
@@ -83,11 +86,18 @@ def predict_passes(
         return _log_probs(_last_token_passes(model, inputs, passes), tokens)
     if averaging == "router":
         return _log_probs(_last_logits(model, inputs).unsqueeze(0), tokens)
+    if (sampler := _SAMPLERS.get(attached(model))) is not None:
+        return _log_probs(sampler(lambda: _over(_last_logits(model, inputs), tokens), passes), None)
     out = []
     for number in range(passes):
         with sampled(model, number):
             out.append(_last_logits(model, inputs))
     return _log_probs(torch.stack(out), tokens)
+
+
+def sample_logits_by(model: nn.Module, sampler: LogitSampler) -> None:
+    """From now on the answers that "full" averages are the sampler's: those of a posterior over logits, in place of passes."""
+    _SAMPLERS[attached(model)] = sampler
 
 
 def _last_logits(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
@@ -215,6 +225,8 @@ def shares_prompts(model: Any) -> bool:
 
 
 def _log_probs(logits_MBV: Tensor, tokens: Tensor | list[int] | None) -> Tensor:
-    if tokens is not None:
-        logits_MBV = logits_MBV[..., torch.as_tensor(tokens, device=logits_MBV.device)]
-    return torch.log_softmax(logits_MBV.float(), -1)
+    return torch.log_softmax(_over(logits_MBV, tokens).float(), -1)
+
+
+def _over(logits: Tensor, tokens: Tensor | list[int] | None) -> Tensor:
+    return logits if tokens is None else logits[..., torch.as_tensor(tokens, device=logits.device)]
