@@ -5,6 +5,8 @@ vglr-fc@paper        the same with the paper's protocol
 vglr-fc@permuted     both stages on all questions, stage 2 with their options in new orders every epoch
 map, map-early       stage 1 alone, in its last state and in its best on validation
 map-all, map-all.1   the same on all questions, which is map@permuted; and from another seed, on the same questions
+lora-dropout, blob   map-all with dropout in its adapter, or a Gaussian over it (BLoB), over as many passes as the study takes
+laplace-lora         map-all with a Laplace posterior over its adapter, over as many samples
 mean-only            a trained mean without variance          } the controls without which a gain is
 fixed-noise          untrained noise of fixed size            } credited to the wrong cause
 tuned-noise          the same, its size chosen on validation  }
@@ -22,6 +24,7 @@ from typing import Any, get_args
 from vmoer.errors import InputError
 from vmoer.inference.averaging import Averaging
 from vmoer.routers import Config, controls, method
+from vmoer.studies._adapters import adapter_of, over_adapter
 from vmoer.training.presets import PRESETS, preset_named
 
 STATES = ("map", "map-early")
@@ -40,16 +43,22 @@ def with_preset(label: str, preset: str) -> str:
 def parse(label: str) -> tuple[str, str, str]:
     """A label's method, preset and averaging; map-all is map@permuted."""
     head, _, averaging = label.partition("+")
-    if re.fullmatch(rf"{ALL}(\.[1-9])?", head):
+    if over_adapter(label) or re.fullmatch(rf"{ALL}(\.[1-9])?", head):
         head = "map@permuted"
     key, _, preset = head.partition("@")
+    if over_adapter(key) and preset:
+        raise InputError(f"{label}: {key} is trained on all questions, and takes no preset")
     if key not in (*STATES, *controls()):
         method(key)
     preset_named(preset or "default")
     averaging = averaging.rstrip(DIGITS)
     if averaging not in AVERAGED and "+" in label:
         raise InputError(f"{label}: averaging is {', '.join(f'+{kind}' for kind in AVERAGED)}")
-    return key, preset or "default", averaging or "router"
+    if over_adapter(label) and averaging not in ("", "full"):
+        raise InputError(
+            f"{label}: samples of an adapter are of whole passes, so +full is all that it can be averaged by"
+        )
+    return key, preset or "default", averaging or ("full" if over_adapter(label) else "router")
 
 
 def member_of(label: str) -> int:
@@ -87,6 +96,8 @@ def stage1_label(label: str) -> str:
     _, preset, _ = parse(label)
     if preset.startswith("printed"):
         return "map@printed"  # they differ in stage 2
+    if adapter_of(label) is not None:
+        return label.partition("+")[0]
     if preset == "permuted":
         return f"{ALL}.{member_of(label)}" if member_of(label) else ALL
     return "map" if preset == "default" else f"map@{preset}"

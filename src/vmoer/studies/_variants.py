@@ -23,6 +23,7 @@ from vmoer.models import Opened, open_model, skeleton
 from vmoer.routers import Config, Deterministic, controls
 from vmoer.saved import manifest
 from vmoer.saved.store import read_run
+from vmoer.studies._adapters import adapter_of, answering, open_posterior, over_adapter
 from vmoer.studies._grid import Cell
 from vmoer.studies._labels import (
     OTHER,
@@ -120,8 +121,13 @@ def prepare(study: Study, label: str, seed: int, *, layers: str | None = None) -
     key, _, _ = parse(label)
     source = _source(study, label, seed)
     embedded = study.stage1.epochs == 0
+    if embedded and over_adapter(label):
+        raise InputError(f"{label} needs a stage 1 to train an adapter in, and this study's has no epochs")
     if not (embedded and key in STATES):
         _first_stage(study, label, seed)
+    if over_adapter(label):
+        known = partial(study.questions, study.task, "train", seed)
+        return open_posterior(label, source, known, seed=seed, device=study.device, dtype=study.dtype)
     if key in STATES:
         name: str | Path = source if key == "map" else source / key  # the run itself: stage 1's end, with its novelty
         if embedded:
@@ -212,6 +218,7 @@ def train_label(
         stage2=None if own.paper_splits else study.stage2,
         search=searches(study, label),
         from_map=from_map,
+        adapter=adapter_of(label),
     )
     data = study.data(study.stage2_data if preset == "default" else None, seed)
     if own.paper_splits:
@@ -263,6 +270,7 @@ def predict_label(
         averaging=averaging,
         passes=passes_of(label, study.passes),
         run=opened.run,
+        **answering(label),
     )
 
 
