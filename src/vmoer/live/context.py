@@ -88,10 +88,11 @@ _ASKED: ContextVar[Mapping["Attachment", Asked]] = ContextVar("vmoer_asked", def
 
 
 class _Local(threading.local):
-    """Of each thread: its pass, and a copy of what is asked, which compiled code reads (it cannot read context variables)."""
+    """Of each thread: its pass, and a copy of what is asked, which compiled code reads: it cannot read context variables, nor, in
+    torch 2.11, a mapping whose keys are objects."""
 
     now: "Pass | None" = None
-    asked: Mapping["Attachment", Asked] = _ASKED.get()
+    asked: tuple[tuple["Attachment", Asked], ...] = ()
 
 
 _LOCAL = _Local()
@@ -168,14 +169,18 @@ class Attachment:
     @property
     def asked(self) -> Asked:
         """What is asked here and now."""
-        asked = _LOCAL.asked if torch.compiler.is_compiling() else _ASKED.get()
-        return asked.get(self, NOTHING)
+        if not torch.compiler.is_compiling():
+            return _ASKED.get().get(self, NOTHING)
+        for attachment, asked in _LOCAL.asked:
+            if attachment is self:
+                return asked
+        return NOTHING
 
     @contextmanager
     def asking(self, **changes: Any) -> Iterator[None]:
         """Inside the block, in this thread or task alone, the fields of `Asked` that are named are as given."""
         token = _ASKED.set({**_ASKED.get(), self: dataclasses.replace(self.asked, **changes)})
-        outside, _LOCAL.asked, _LOCAL.now = _LOCAL.asked, _ASKED.get(), None
+        outside, _LOCAL.asked, _LOCAL.now = _LOCAL.asked, tuple(_ASKED.get().items()), None
         try:
             yield
         finally:
