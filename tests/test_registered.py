@@ -12,13 +12,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from scipy.special import log_softmax
+from sklearn.metrics import roc_auc_score
 from test_smolmoe import EXAMPLE, place
 
+from vmoer.evaluation import predictions
+from vmoer.evaluation.predictions import Key
 from vmoer.metrics.estimates import Estimate
 from vmoer.studies._grid import missing
 
 sys.path.insert(0, str(EXAMPLE))
 
+import detection
 import equal
 import registered
 import run as example
@@ -171,6 +175,7 @@ def test_the_list_has_every_label_for_every_seed_and_home(place: tuple[str, str]
     files = [cell.leaves for cell in found]
     for i, cell in enumerate(found):
         assert {need.leaves for need in cell.needs} <= set(files[:i]), cell.title
+    assert all(0 < equal.expected(cell) < 510 for cell in found)  # each ends in a piece of eight and a half minutes
     printed = {cell.key["method"] for cell in found if cell.key["part"] == "printed"}
     assert {"map@printed", "vglr-mf@printed", "vglr-fc@printed-fast-best", "stage 1 of map@printed"} <= printed
 
@@ -205,6 +210,14 @@ def test_a_seed_is_computed_packed_and_reported_at_equal_data(
     assert cells["map-ens3"][0] == "3"
     signals = pq.read_table(results / "sciq" / "predictions.parquet").column_names
     assert {"unseen_words", "last_mahalanobis", "last_relative", "energy", "probe"} <= set(signals)
+    monkeypatch.setattr(sys, "argv", ["detection.py", str(results)])
+    assert detection.main() == 0
+    rates = dict(row.split("|")[1:3] for row in capsys.readouterr().out.splitlines() if row.startswith("| "))
+    group = next(g for g in predictions.load(results) if g.source_task == "sciq")
+    cell = group.cells[Key("sciq", "test", "map-all", 0)]
+    right = cell.log_probs.argmax(1) == cell.answers
+    expected = roc_auc_score(~right, cell.signals["probe"])
+    assert float(rates[" probe of the last layer "]) == pytest.approx(expected, abs=6e-4)
     lines = {line.claim: line.holds for line in registered.lines(results)}
     assert lines["vglr-mf@permuted below map-all, home"] in (True, False)
     assert lines["map-ens5 below map-all, home"] is None

@@ -1,6 +1,6 @@
 """The tests of REGISTERED.md from OUT/results alone; verdicts.py prints them.
 
-    python examples/smolmoe/registered.py OUT/results      the table of labels, and what became of the printed protocol's routers
+    python examples/smolmoe/registered.py OUT/results      the labels; what became of their routers; the printed protocol
 
 Every answer goes through the calibrator that cross-validation chooses on the validation answers of its own label, seed and task.
 A difference is paired by question and by seed. Its draws take questions anew on every set by itself, and seeds for all sets
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 from audit import adjusted
-from equal import HOMES, labels
+from equal import HOMES, PRINTED, PRINTED_ON, labels
 
 from vmoer import metrics
 from vmoer.errors import InputError
@@ -86,7 +86,7 @@ def read(results: Path, wanted: Sequence[str]) -> dict[str, Home]:
     return {home: _home(found[home], wanted) for home in HOMES if home in found}
 
 
-def _home(group: predictions.Predictions, wanted: Sequence[str]) -> Home:
+def _home(group: predictions.Predictions, wanted: Sequence[str], *, calibrate: bool = True) -> Home:
     sets: dict[str, dict[str, dict[int, Scored]]] = {}
     chosen: dict[str, dict[int, float]] = {}
     constants = []
@@ -94,7 +94,7 @@ def _home(group: predictions.Predictions, wanted: Sequence[str]) -> Home:
     for key, valid in sorted(group.cells.items()):
         if key[:2] != (home, "validation") or key.method not in wanted:
             continue
-        choice = choose(valid.log_probs, valid.answers, valid.ids)
+        choice = choose(valid.log_probs, valid.answers, valid.ids, "auto" if calibrate else "none")
         chosen.setdefault(key.method, {})[key.seed] = metrics.nll(choice.held_out, valid.answers)
         for task in (home, *group.ood_tasks):
             cell = group.cells.get(Key(task, "test", key.method, key.seed))
@@ -292,6 +292,27 @@ def _mean(homes: Mapping[str, Home], label: str, what: str, shifts: bool) -> flo
     )
 
 
+def printed(results: Path) -> str:
+    """The printed protocol, each label against its own MAP model: answers as they are, and calibrated; a mean over seeds."""
+    found = {group.source_task: group for group in predictions.load(results)}
+    asked = [f"{head}{how}" for head, ways in PRINTED.items() for how in ways]
+    body = []
+    for home in PRINTED_ON:
+        ways = [_home(found[home], asked, calibrate=calibrate) for calibrate in (False, True)] if home in found else []
+        for label in asked:
+            row = [home, label]
+            for way in ways:
+                cells, base = (way.sets.get(home, {}).get(name, {}) for name in (label, "map@printed"))
+                if not cells or cells.keys() != base.keys():
+                    break
+                row.append(f"{np.mean([scored.nll.mean() for scored in cells.values()]):.3f}")
+                row.append(shown(_difference((cells, base), sorted(cells), home, "nll")))
+            if len(row) == 6:
+                body.append(row)
+    heads = ["home", "label", "NLL", "less map@printed", "NLL, calibrated", "less map@printed"]
+    return "\n".join(grid(heads, body))
+
+
 def moved(metas: Metas) -> str:
     """Whether training moved the routers of every label: the epoch that was kept, by seed; over seeds the least change of the
     parameters, and the trace of the covariance at first and as it was kept, a mean over seeds."""
@@ -317,7 +338,7 @@ def main() -> int:
         )
         return 2
     results = Path(sys.argv[1])
-    print(f"{table(results, metas(results))}\n\n{moved(metas(results))}")
+    print("\n\n".join((table(results, metas(results)), moved(metas(results)), printed(results))))
     return 0
 
 

@@ -152,6 +152,7 @@ def compute(given: argparse.Namespace) -> int:
         os.environ.setdefault(name, value)
     start_worker()
     asked, took = wanted(given), times(given.out)
+    took = {cell.kind: equal.expected(cell) for cell in _all(asked) if cell.key["part"] in equal.PARTS} | took
     if given.dry_run:
         estimate(asked, took, given)
         return 0
@@ -179,6 +180,11 @@ def compute(given: argparse.Namespace) -> int:
     for cell in left:
         print(f"  {cell.key['part']}: {cell.title}{reasons.get(cell.title, '')}")
     return 1 if failed else 0
+
+
+def _all(asked: Sequence[Cell]) -> list[Cell]:
+    """The cells, and those that they need."""
+    return [one for cell in asked for one in (*_all(cell.needs), cell)]
 
 
 def times(out: Path) -> dict[str, float]:
