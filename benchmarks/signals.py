@@ -7,11 +7,9 @@ python benchmarks/signals.py --out DIR [--parts check,prefill,generate,fit,predi
 import argparse
 import sys
 import time
-import traceback
 from pathlib import Path
 
 import torch
-import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -19,13 +17,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import signals_check
 import signals_claims
 
-from vmoer.bench import overhead, reading
+from vmoer.bench import overhead, reading, reading_rows
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=reading.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=None)
-    parser.add_argument("--parts", default=",".join(("check", *reading.PARTS)))
+    parts = ("check", *(part for part in reading.PARTS if part not in ("decode", "sweep")))
+    parser.add_argument("--parts", default=",".join(parts))
     parser.add_argument("--geometries", default=",".join(overhead.KNOWN))
     parser.add_argument("--methods", default=",".join(reading.METHODS))
     parser.add_argument("--seconds", type=float, default=450)
@@ -39,29 +38,27 @@ def main() -> int:
     def say(text: str) -> None:
         print(f"[{time.perf_counter() - start:4.0f} s] {text}", flush=True)
 
-    # transformers looks for packed rows on the host, which would forbid a graph; there are none here
-    transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
-    bench = reading.Bench(args.out, start + args.seconds, say, machine=overhead.machine())
     checks = []
-    with torch.no_grad():
-        if "check" in parts:
+    if args.out is not None:
+        args.out.mkdir(parents=True, exist_ok=True)
+    if "check" in parts:
+        with torch.no_grad():
             checks = signals_check.run(say)
-            if args.out is not None:
-                args.out.mkdir(parents=True, exist_ok=True)
-                (args.out / "checks.txt").write_text("\n".join(checks) + "\n")
-        measured = tuple(part for part in reading.PARTS if part in parts)
-        for number, name in enumerate(names if measured else ()):
-            if bench.left < 40:
-                say(f"{name}: no time left")
-                continue
-            own = measured if number == 0 else tuple(part for part in measured if part in ("prefill", "fit"))
-            try:
-                reading.measure(bench, name, overhead.KNOWN[name], own, tuple(args.methods.split(",")))
-            except Exception:
-                traceback.print_exc()
-            reading.clean()
-    print("\n".join(["", reading.table(bench.rows), *checks, ""]), flush=True)
-    signals_claims.table(bench.rows)
+        if args.out is not None:
+            (args.out / "checks.txt").write_text("\n".join(checks) + "\n")
+    measured = tuple(part for part in reading.PARTS if part in parts)
+    rows = reading.run(
+        names if measured else [],
+        None if args.out is None else args.out / "signals.json",
+        say,
+        tuple(args.methods.split(",")),
+        parts=measured,
+        later=tuple(part for part in measured if part in ("prefill", "fit")),
+        until=start + args.seconds,
+        machine=overhead.machine(),
+    )
+    print("\n".join(["", reading_rows.table(rows), *checks, ""]), flush=True)
+    signals_claims.table(rows)
     return 0
 
 

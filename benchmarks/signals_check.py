@@ -16,8 +16,8 @@ from torch import Tensor
 import vmoer
 from vmoer.bench.geometries import SMALL
 from vmoer.bench.measure import captured
-from vmoer.bench.reading import fitted, recorded
-from vmoer.bench.subjects import DEVICE, routers
+from vmoer.bench.reading import fitted
+from vmoer.bench.subjects import DEVICE, recorded, routers
 from vmoer.inference import operator
 from vmoer.live import capturing
 from vmoer.live.attach import routers_of

@@ -9,7 +9,8 @@ import pytest
 import torch
 from tiny import GEOMETRY
 
-from vmoer.bench import reading
+from vmoer.bench import pairs, reading
+from vmoer.bench.reading_rows import figure, launch_bound, table
 
 ABOUT = {"geometry": "g", "part": "prefill", "launch": "eager", "tokens": 16384, "batch": 16}
 
@@ -17,14 +18,14 @@ ABOUT = {"geometry": "g", "part": "prefill", "launch": "eager", "tokens": 16384,
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing collects what other tests have left, again and again."""
-    monkeypatch.setattr(reading.gc, "collect", lambda: 0)
+    monkeypatch.setattr(pairs.gc, "collect", lambda: 0)
 
 
 def test_each_run_is_timed_between_two_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain runs drift: 10, 20, 30, ... The one other run takes 18, 42 and 66 between means of 15, 35 and 55: 1.2 times each."""
     clock = iter([10, 18, 20, 30, 42, 40, 50, 66, 60])
-    monkeypatch.setattr(reading, "seconds", lambda work, device, repeats: next(clock))
-    rows = reading.compare({("m", "recorded"): lambda: None}, lambda: None, ABOUT, budget=0.0, warm=1)
+    monkeypatch.setattr(pairs, "seconds", lambda work, device, repeats: next(clock))
+    rows = pairs.compare({("m", "recorded"): lambda: None}, lambda: None, ABOUT, budget=0.0, warm=1)
     assert [(row["method"], row["mode"], row["rounds"]) for row in rows] == [("m", "recorded", 3)]
     assert rows[0]["ratio"] == pytest.approx(1.2)
     assert (rows[0]["seconds"], rows[0]["plain_seconds"]) == (42, 35)
@@ -35,7 +36,7 @@ def test_what_cannot_run_says_why() -> None:
         raise RuntimeError("no such kernel\nand more")
 
     works = {("m", "recorded"): breaks, ("n", "recorded"): lambda: None}
-    rows = reading.compare(works, lambda: torch.zeros(1), ABOUT, budget=0.0, warm=1)
+    rows = pairs.compare(works, lambda: torch.zeros(1), ABOUT, budget=0.0, warm=1)
     assert [row["method"] for row in rows] == ["m", "n"]
     assert rows[0]["error"] == "RuntimeError: no such kernel"
     assert rows[0]["ratio"] is None
@@ -49,7 +50,7 @@ def test_a_run_on_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(reading, name, value)
     monkeypatch.setattr(reading, "SHARES", dict.fromkeys(reading.PARTS, 0.0))
     said: list[str] = []
-    bench = reading.Bench(tmp_path, float("inf"), said.append)
+    bench = pairs.Bench(tmp_path / "signals.json", float("inf"), said.append)
     with torch.no_grad():
         parts = ("prefill", "generate", "fit", "predict")
         reading.measure(bench, "tiny", GEOMETRY, parts, ("vglr-mf",))
@@ -60,7 +61,26 @@ def test_a_run_on_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         *((part, mode) for part in ("prefill", "generate") for mode in ("attached", "recorded")),
         ("fit", "attached"), ("fit", "fit"), ("predict", "router"), ("predict", "answer"), ("predict", "full"),
     }  # fmt: skip
-    assert (tmp_path / "signals.md").read_text() == reading.table(rows)
+    assert (tmp_path / "signals.md").read_text() == table(rows)
+
+
+def test_the_figure_shades_where_the_plain_model_waits_for_the_host() -> None:
+    """Plain passes of 10, 10.5 and 12 ms at 16, 64 and 256 tokens, then 20 at 1,024: up to 256 the time has hardly grown."""
+    times = {16: 0.010, 64: 0.0105, 256: 0.012, 1024: 0.020}
+    rows = [
+        {**ABOUT, "part": "sweep", "tokens": n, "method": "m", "mode": mode, "ratio": 1.05, "plain_seconds": t}
+        for n, t in times.items()
+        for mode in ("attached", "recorded")
+    ]
+    assert launch_bound(rows) == 256
+    assert launch_bound([row for row in rows if row["tokens"] in (16, 1024)]) is None
+    pytest.importorskip("matplotlib")
+    drawn = figure(rows, "g")
+    assert drawn is not None
+    assert "shaded, up to 256 tokens" in drawn.caption
+    assert "m recorded +5.0 at 16, +5.0 at 64, +5.0 at 256, +5.0 at 1024" in drawn.alt
+    assert drawn.svg.startswith("<svg")
+    assert figure(rows, "another") is None
 
 
 def claims() -> Any:

@@ -1,7 +1,7 @@
 """What reading the uncertainty costs: every method attached, and recorded with novelty fitted, against the plain model.
 
-    python benchmarks/signals.py --out DIR                               on a GPU: Granite first, then what time is left for
-    python benchmarks/signals.py --out DIR --parts generate --seconds 300
+    vmoer bench --reading --out FILE                               every part
+    python benchmarks/signals.py --out DIR --seconds 450           checks first, then what there is time for, Granite first
 
 Every ratio is to the plain model in the same process, each run timed between two plain runs, rounds in a random order. Rows are
 {geometry, part, launch, tokens, batch, method, mode, ratio, low, high, seconds, plain_seconds, rounds}, ratios being medians and
@@ -10,69 +10,35 @@ novelty at the default rank. What fails has its reason in its row.
 """
 
 import functools
-import gc
-import random
-import statistics
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 
-from vmoer.bench.geometries import Geometry, twin
-from vmoer.bench.measure import Work, captured, ratio, seconds
-from vmoer.bench.subjects import DEVICE, DTYPE, Prefill, attached, own_bytes
-from vmoer.files import write_json, write_text
+from vmoer.bench.geometries import GEOMETRIES, Geometry, twin
+from vmoer.bench.geometries import SMALL as SMALL_GEOMETRIES
+from vmoer.bench.measure import Work
+from vmoer.bench.pairs import Bench, Works, both, clean, compare, peaks
+from vmoer.bench.reading_rows import Row
+from vmoer.bench.subjects import DEVICE, DTYPE, Decode, Prefill, attached, recorded
 from vmoer.inference.averaging import Averaging, predict
-from vmoer.live.attach import attach, record
+from vmoer.live.attach import attach
 from vmoer.live.fitting import fit
-from vmoer.report.tables import grid
 from vmoer.routers import methods
 
+KNOWN = GEOMETRIES if DEVICE == "cuda" else SMALL_GEOMETRIES
 METHODS = ("vglr-fc", "vglr-mf", "vglr-lr", "vtsr", "map")
-PARTS = ("prefill", "generate", "fit", "predict", "compiled")
+PARTS = ("prefill", "generate", "fit", "predict", "decode", "sweep", "compiled")
 LARGE, SMALL = (16384, 1024) if DEVICE == "cuda" else (512, 64)
+SIZES = (16, 64, 256, 1024, 4096, 16384) if DEVICE == "cuda" else (16, 64, 256)
 NEW = 64 if DEVICE == "cuda" else 4  # tokens generated
 PROMPT = 128 if DEVICE == "cuda" else 8
 PROMPTS, LENGTH = (5000, 64) if DEVICE == "cuda" else (50, 16)  # of fit
-
-Row = dict[str, Any]
-Peaks = dict[tuple[str, str], float]
-
-
-@dataclass
-class Bench:
-    """The rows so far, and until when there is time for more."""
-
-    out: Path | None
-    until: float
-    say: Callable[[str], object]
-    rows: list[Row] = field(default_factory=list)
-    machine: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def left(self) -> float:
-        return self.until - time.perf_counter()
-
-    def add(self, rows: list[Row]) -> None:
-        self.rows += rows
-        for row in rows:
-            if row["mode"] != "plain" or row.get("error"):
-                self.say(line(row))
-        if self.out is not None:
-            write_json(self.out / "signals.json", {"machine": self.machine, "rows": self.rows})
-            write_text(self.out / "signals.md", table(self.rows))
-
-
-def clean() -> None:
-    gc.collect()
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
 
 
 def fitted(plain: nn.Module, key: str, layers: list[int]) -> nn.Module:
@@ -81,90 +47,6 @@ def fitted(plain: nn.Module, key: str, layers: list[int]) -> nn.Module:
     model = attached(plain, config) if key != "map" else attach(twin(plain), config).eval().requires_grad_(False)
     ids = Prefill(plain, 4096 if DEVICE == "cuda" else 256).ids
     return fit(model, [{"input_ids": ids}])
-
-
-def recorded(model: nn.Module, work: Work) -> Work:
-    def run() -> Any:
-        with record(model):
-            return work()
-
-    return run
-
-
-def both(models: dict[str, nn.Module], of: Callable[[nn.Module], Work]) -> dict[tuple[str, str], Work]:
-    """Every method attached and recorded."""
-    works: dict[tuple[str, str], Work] = {}
-    for key, model in models.items():
-        works[key, "attached"] = of(model)
-        works[key, "recorded"] = recorded(model, of(model))
-    return works
-
-
-def compare(
-    works: dict[tuple[str, str], Work],
-    base: Work,
-    about: Row,
-    budget: float,
-    *,
-    graph: bool = False,
-    most: int = 15,
-    warm: int = 5,
-    repeats: int = 1,
-) -> list[Row]:
-    """Rounds until the budget of seconds is spent, at least three; each work between two runs of the base.
-
-    `warm` runs come before: what captures itself or compiles does so there.
-    """
-    known, rows = {}, []
-    for name, work in {("plain", "plain"): base, **works}.items():
-        try:
-            for _ in range(warm):
-                work()
-            known[name] = captured(work) if graph else work
-        except Exception as error:
-            traceback.print_exc()
-            reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-            rows.append({**about, "method": name[0], "mode": name[1], "ratio": None, "error": reason})
-            clean()
-    base = known.pop(("plain", "plain"))
-    names = list(known)
-    times: dict[tuple[str, str], list[tuple[float, float]]] = {name: [] for name in names}
-    shuffle, start, rounds = random.Random(0).shuffle, time.perf_counter(), 0
-    while names and rounds < most and (rounds < 3 or (time.perf_counter() - start) * (rounds + 1) / rounds < budget):
-        shuffle(names)
-        gc.collect()
-        gc.disable()
-        try:
-            before = seconds(base, DEVICE, repeats)
-            for name in names:
-                own = seconds(known[name], DEVICE, repeats)
-                after = seconds(base, DEVICE, repeats)
-                times[name].append((own, (before + after) / 2))
-                before = after
-        finally:
-            gc.enable()
-        rounds += 1
-    for (method, mode), values in times.items():
-        times_of, around = [own for own, _ in values], [plain for _, plain in values]
-        middle, low, high = ratio(times_of, around)
-        spread: Row = {"ratio": middle, "low": low, "high": high, "rounds": rounds}
-        spread |= {"seconds": statistics.median(times_of), "plain_seconds": statistics.median(around)}
-        rows.append({**about, "method": method, "mode": mode, **spread})
-    return rows
-
-
-def peaks(plain: nn.Module, works: dict[tuple[str, str], Work], models: dict[str, nn.Module], base: Work) -> Peaks:
-    """Peak memory of each work over the plain model's: its weights, the method's own, and what the run allocates."""
-    weights = sum(p.numel() * p.element_size() for p in plain.parameters())
-    total: dict[tuple[str, str], float] = {}
-    for name, work in {("plain", "plain"): base, **works}.items():
-        clean()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        work()
-        own = own_bytes(models[name[0]]) if name[0] in models else 0
-        total[name] = weights + own + torch.cuda.max_memory_allocated() - before
-    return {name: value / total["plain", "plain"] for name, value in total.items()}
 
 
 def prefill(bench: Bench, name: str, plain: nn.Module, models: dict[str, nn.Module], share: float) -> None:
@@ -186,6 +68,29 @@ def prefill(bench: Bench, name: str, plain: nn.Module, models: dict[str, nn.Modu
         bench.add(rows)
         del works, base
         clean()
+
+
+def sweep(bench: Bench, name: str, plain: nn.Module, models: dict[str, nn.Module], share: float) -> None:
+    """Prefills of many sizes, launched by the host: the curve of overhead against tokens."""
+    for tokens in SIZES:
+        run = Prefill(plain, tokens)
+        about = {"geometry": name, "part": "sweep", "launch": "eager", "tokens": tokens, "batch": run.batch}
+        bench.add(compare(both(models, run.of), run.of(plain), about, share / len(SIZES), warm=6, most=7))
+
+
+def decode(bench: Bench, name: str, plain: nn.Module, models: dict[str, nn.Module], share: float) -> None:
+    """One decode step over a full cache, launched by the host and by a CUDA graph."""
+    for batch in (1, 16):
+        run = Decode(plain, batch)
+        for graph in (False, True) if DEVICE == "cuda" else (False,):
+            about = {"geometry": name, "part": "decode", "launch": "graph" if graph else "eager", "tokens": batch}
+            works, repeats = both(models, run.of), 8 if graph else 1
+            bench.add(
+                compare(
+                    works, run.of(plain), {**about, "batch": batch}, share / 4, graph=graph, warm=6, repeats=repeats
+                )
+            )
+            clean()
 
 
 def generation(model: Any, ids: Tensor, **settings: Any) -> Work:
@@ -220,7 +125,7 @@ def compiled(bench: Bench, name: str, plain: nn.Module, models: dict[str, nn.Mod
         base = generation(plain, ids, **static)
         base()
         first = time.perf_counter() - start
-        works: dict[tuple[str, str], Work] = {("eager plain", "plain"): generation(plain, ids)}
+        works: Works = {("eager plain", "plain"): generation(plain, ids)}
         for key in [k for k in ("vglr-fc", "vglr-mf", "map", "vtsr", "vglr-lr") if k in models]:
             if works and bench.left < 2 * first + 30:
                 break
@@ -254,7 +159,7 @@ def fits(bench: Bench, name: str, plain: nn.Module, models: dict[str, nn.Module]
         assert out is not None
         return out
 
-    works: dict[tuple[str, str], Work] = {
+    works: Works = {
         (key, "attached"): lambda: forward(models[key]),
         (key, "fit"): lambda: fit(models[key], batches),
     }
@@ -266,7 +171,7 @@ def predicts(bench: Bench, name: str, plain: nn.Module, models: dict[str, nn.Mod
     """`vmoer.predict` with each averaging, 8 samples, against one pass over the same prompts."""
     key = next(iter(models))
     run = Prefill(plain, LARGE)
-    works: dict[tuple[str, str], Work] = {}
+    works: Works = {}
     kinds: tuple[Averaging, ...] = ("router", "answer", "full")
     for averaging in kinds:
         works[key, averaging] = functools.partial(
@@ -281,9 +186,19 @@ WORK: dict[str, Callable[..., None]] = {
     "generate": generate,
     "fit": fits,
     "predict": predicts,
+    "decode": decode,
+    "sweep": sweep,
     "compiled": compiled,
 }
-SHARES = {"prefill": 90.0, "generate": 130.0, "fit": 30.0, "predict": 10.0, "compiled": 120.0}
+SHARES = {
+    "prefill": 90.0,
+    "generate": 130.0,
+    "fit": 30.0,
+    "predict": 10.0,
+    "decode": 20.0,
+    "sweep": 40.0,
+    "compiled": 120.0,
+}
 """Seconds each part may measure for, on the first geometry; half of that on the others."""
 
 
@@ -307,38 +222,30 @@ def measure(bench: Bench, name: str, geometry: Geometry, parts: tuple[str, ...],
         clean()
 
 
-def line(row: Row) -> str:
-    what = (
-        f"{row['geometry']} {row['part']} {row['launch']} {row['tokens']}x{row['batch']} {row['method']} {row['mode']}"
-    )
-    if row["ratio"] is None:
-        return f"{what}: {row.get('error')}"
-    low, high = (100 * (row[key] - 1) for key in ("low", "high"))
-    memory = "" if row.get("memory") is None else f", memory {100 * (row['memory'] - 1):+.2f}%"
-    return f"{what}: {100 * (row['ratio'] - 1):+.2f}% [{low:+.2f}, {high:+.2f}] of {1e3 * row['plain_seconds']:.1f} ms{memory}"
-
-
-def table(rows: list[Row]) -> str:
-    """Percent over the plain model, a line a method and mode."""
-    lines = ["# What reading the uncertainty costs", "", "Percent over the plain model: medians of rounds."]
-    for geometry in dict.fromkeys(row["geometry"] for row in rows):
-        own = [row for row in rows if row["geometry"] == geometry]
-        columns = list(dict.fromkeys((r["part"], r["launch"], r["tokens"], r["batch"]) for r in own))
-        body = []
-        for method, mode in dict.fromkeys((r["method"], r["mode"]) for r in own):
-            cells = [method, mode]
-            for column in columns:
-                found = [
-                    r
-                    for r in own
-                    if (r["part"], r["launch"], r["tokens"], r["batch"], r["method"], r["mode"])
-                    == (*column, method, mode)
-                ]
-                value = found[-1]["ratio"] if found else None
-                cells.append("-" if value is None else f"{100 * (value - 1):+.2f}")
-            memory = [r["memory"] for r in own if (r["method"], r["mode"]) == (method, mode) and r.get("memory")]
-            body.append([*cells, f"{100 * (memory[-1] - 1):+.2f}" if memory else "-"])
-        heads = [f"{part} {tokens} x{batch} {launch[0]}" for part, launch, tokens, batch in columns]
-        lines += ["", f"## {geometry}", "", *grid(["method", "mode", *heads, "memory"], body)]
-        lines += ["", *[line(row) for row in own if row.get("error")]]
-    return "\n".join(lines) + "\n"
+def run(
+    names: list[str],
+    out: Path | None,
+    say: Callable[[str], object],
+    wanted: tuple[str, ...] = METHODS,
+    *,
+    parts: tuple[str, ...] = PARTS,
+    later: tuple[str, ...] = PARTS,
+    until: float = float("inf"),
+    machine: dict[str, Any] | None = None,
+) -> list[Row]:
+    """Measure until then. `parts` are those of the first geometry, `later` those of the others."""
+    # transformers looks for packed rows on the host, which would forbid a graph; there are none here
+    transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    bench = Bench(out, until, say, machine=machine or {})
+    with torch.no_grad():
+        for number, name in enumerate(names):
+            if bench.left < 40:
+                say(f"{name}: no time left")
+                continue
+            try:
+                measure(bench, name, KNOWN[name], parts if number == 0 else later, wanted)
+            except Exception:
+                traceback.print_exc()
+            clean()
+    bench.draw()
+    return bench.rows

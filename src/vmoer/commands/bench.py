@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from vmoer.bench import overhead
+from vmoer.bench import overhead, reading
+from vmoer.bench.reading_rows import table
 from vmoer.commands._shared import Json, listed, quiet
 from vmoer.errors import unknown
 
@@ -19,6 +20,10 @@ def bench(
     out: Annotated[Path | None, typer.Option(help="A JSON file; a table of the same name ends in .md.")] = None,
     methods: Annotated[str, typer.Option(help="Separated by commas; by default all. One of them may be novelty.")] = "",
     quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes and rounds.")] = False,
+    read: Annotated[
+        bool,
+        typer.Option("--reading", help="What reading the signals costs: recorded passes, generation, predict, fit."),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Time and memory of every method against the plain model, in one run; true geometries on a GPU, a small one without."""
@@ -27,10 +32,18 @@ def bench(
     for name in names:
         if name not in overhead.KNOWN:
             raise unknown("geometry", name, overhead.KNOWN, " on this machine")
-    known = overhead.methods()
+    known = list(reading.METHODS) if read else overhead.methods()
     wanted = list(listed(methods)) or known
     for name in wanted:
         if name not in known:
             raise unknown("method", name, known, " here")
-    report = overhead.run(names, out, quick, lambda line: print(line, file=sys.stderr, flush=True), wanted)
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    if read:
+        rows = reading.run(names, out, say, tuple(wanted), machine=overhead.machine())
+        print(json.dumps(rows, indent=2) if as_json else table(rows))
+        return
+    report = overhead.run(names, out, quick, say, wanted)
     print(json.dumps(report, indent=2) if as_json else overhead.table(report))
