@@ -69,6 +69,18 @@ def fails(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, 
     return code, err.strip()
 
 
+def test_studies_and_tasks_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: the registries."""
+    from vmoer.studies import STUDIES
+    from vmoer.tasks import names
+
+    assert run(["study", "--list"]) == 0
+    out = capsys.readouterr().out
+    assert [line.split()[0] for line in out.splitlines()[4:] if line.strip()] == list(STUDIES)
+    assert run(["--tasks"]) == 0
+    assert capsys.readouterr().out.split() == names()
+
+
 # -- eval --------------------------------------------------------------------------------------------------------------
 
 

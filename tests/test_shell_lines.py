@@ -22,6 +22,7 @@ from vmoer.studies import demo, efficiency, layer_count, layer_placement, paper,
 from vmoer.training import presets
 from vmoer.training.plan import Plan
 
+README = Path(__file__).parent.parent / "README.md"
 QUESTIONS = 12
 LEFT_OUT = {
     "vmoer serve": "starts vLLM; tests/serving",
@@ -114,7 +115,7 @@ def test_few_lines_are_left_out() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [page for page in PAGES if lines(page)], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [page for page in (README, *PAGES) if lines(page)], ids=lambda page: page.stem)
 def test_every_line_of_a_page_runs(
     page: Path, runs: Path, smallest: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,13 +15,19 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Annotated, Any
-
-import typer
-from typer.core import TyperGroup
 
 from vmoer._version import __version__
 from vmoer.errors import InputError, RunError, of_files, unknown
+
+try:
+    import rich  # noqa: F401
+    import typer
+    from typer.core import TyperGroup
+except ModuleNotFoundError as absent:
+    print(f"the commands of vmoer need {absent.name}: pip install 'vmoer[cli]'", file=sys.stderr)
+    raise SystemExit(2) from None
 
 COMMANDS = {
     "demo": ("demo:demo", "The whole story on a small embedded model."),
@@ -40,6 +46,18 @@ COMMANDS = {
     "lm-eval": ("lm_eval:lm_eval", "lm-evaluation-harness with the model vmoer."),
 }
 """A command's module and function in `vmoer.commands`, and what `vmoer --help` says of it."""
+NEEDS = {
+    "demo": ("pyarrow", "matplotlib", "jinja2"),
+    "sensitivity": ("matplotlib",),
+    "train": ("peft",),
+    "eval": ("pyarrow",),
+    "study": ("pyarrow", "peft"),
+    "report": ("pyarrow", "matplotlib", "jinja2"),
+    "threshold": ("pyarrow",),
+    "calibrate": ("pyarrow",),
+}
+"""What a command imports beyond the `cli` extra's parser and tables."""
+EXTRAS = {"peft": "train", "pyarrow": "eval", "matplotlib": "report", "jinja2": "report"}
 _PLAIN: dict[str, Any] = {"add_completion": False, "pretty_exceptions_enable": False, "rich_markup_mode": None}
 
 
@@ -63,21 +81,36 @@ class _OnDemand(TyperGroup):
             raise unknown("command", cmd_name, COMMANDS)
         return command(cmd_name)
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """What a command needs is looked for before it is imported, unless its help alone is asked for."""
+        absent = [name for name in NEEDS.get(args[0], ()) if find_spec(name) is None]
+        if absent and not {"-h", "--help"} & {*args}:
+            extras = {EXTRAS[name] for name in absent}
+            extra = extras.pop() if len(extras) == 1 else "all"
+            raise InputError(f"vmoer {args[0]} needs {' and '.join(absent)}: pip install 'vmoer[{extra}]'")
+        return super().resolve_command(ctx, args)
+
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
 
 
-app = typer.Typer(cls=_OnDemand, context_settings={"help_option_names": ["-h", "--help"]}, **_PLAIN)
+app = typer.Typer(
+    cls=_OnDemand, context_settings={"help_option_names": ["-h", "--help"]}, **_PLAIN | {"add_completion": True}
+)
 
 
 @app.callback(invoke_without_command=True)
 def vmoer(
-    context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    tasks: Annotated[bool, typer.Option("--tasks", help="Print the built-in tasks.")] = False,
 ) -> None:
     """Uncertainty for Mixture-of-Experts language models by variational routing."""
     if version:
         print(f"vmoer {__version__}")
+    elif tasks:
+        print("\n".join(import_module("vmoer.tasks").names()))
     elif context.invoked_subcommand is None:
         print(context.get_help())
 

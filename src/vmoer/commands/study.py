@@ -11,15 +11,22 @@ import typer
 from vmoer.commands._shared import DataRoot, Device, Dtype, check_device, listed, numbers, quiet, table, waiting
 from vmoer.errors import InputError, RunError
 from vmoer.files import locked
-from vmoer.studies import Cell, Study, _paper_cost, check_backend, grid, paper, run_study
+from vmoer.studies import STUDIES, Cell, Study, _paper_cost, check_backend, grid, paper, run_study, summary
 from vmoer.studies._estimate import expected, sentence
 from vmoer.studies._labels import with_preset
 from vmoer.studies.demo import EMBEDDED, FULL
 from vmoer.training.presets import PAPER, preset_layers, preset_named
 
 
+def _list(asked: bool) -> None:
+    """Every study, with the first line of the module that holds it."""
+    if asked:
+        table("studies", ("name", "what it is"), [(name, summary(name)) for name in STUDIES])
+        raise typer.Exit
+
+
 def study(
-    name: Annotated[str, typer.Argument(help="calibration, ood, stability, efficiency, paper, ..., or all.")],
+    name: Annotated[str, typer.Argument(help="One of --list, or all.")],
     model: Annotated[str, typer.Option(help="A hub id, a local folder, demo; or granite, qwen, deepseek.")],
     out: Annotated[Path, typer.Option(help="Where cells, runs, predictions and tables go.")],
     task: Annotated[str, typer.Option(help="The source task; the study paper knows its own.")] = "",
@@ -49,6 +56,9 @@ def study(
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the grid, with an estimate of its time, and stop.")
+    ] = False,
+    list_: Annotated[
+        bool, typer.Option("--list", help="Print the studies, and stop.", is_eager=True, callback=_list)
     ] = False,
 ) -> None:
     """One of the paper's experiments over methods and seeds. Finished cells are never computed again."""

@@ -1,5 +1,6 @@
 """The paper's experiments, one file each. `run_study(name, study)` computes a grid's missing cells and writes its rows."""
 
+import sys
 from collections.abc import Callable
 
 from vmoer.errors import InputError, unknown
@@ -36,6 +37,12 @@ STUDIES: dict[str, Callable[[Study], list[Cell]]] = {
     "factors": factors.cells,
     "paper": paper.cells,
 }
+
+
+def summary(name: str) -> str:
+    """The first line of the module that holds a study."""
+    doc = sys.modules[STUDIES[name].__module__].__doc__ or ""
+    return doc.strip().splitlines()[0]
 
 
 def grid(name: str, study: Study) -> list[Cell]:
