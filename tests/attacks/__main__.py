@@ -166,17 +166,18 @@ def wrong(part: str, row: dict[str, Any]) -> int:
     return sum(row.get(name, 0) for name in PARTS[part][2][1:] if name not in FINE | COUNTED)
 
 
-def written(found: dict[str, Any], options: str) -> str:
+HEAD = """\
+# Attacks
+
+`make attack`, or one part by the command above its table. What is promised, and what the outcomes mean:
+[docs/security.md](../../docs/security.md). The command fails where a bad outcome is not 0. The same as data:
+[outcomes.json](outcomes.json).
+"""
+
+
+def written(found: dict[str, Any]) -> str:
     """The page."""
-    lines = [
-        "# Attacks",
-        "",
-        f"`make attack` (`python tests/attacks{options}`). What is promised, and what the columns mean:",
-    ]
-    lines += [
-        "[docs/security.md](../../docs/security.md). Whatever stands right of the good outcomes must be 0, and the command"
-    ]
-    lines += ["fails where it is not. The same as data: [outcomes.json](outcomes.json)."]
+    lines = [HEAD.rstrip()]
     for part, (title, _, columns) in PARTS.items():
         if part in found:
             lines += ["", f"## {part}", "", title, found[part]["made"], "", f"| {' | '.join(columns)} |"]
@@ -201,12 +202,13 @@ def main() -> int:
     for part in given.parts.split(","):
         began = time.monotonic()
         rows = PARTS[part][1](given)
-        made = f"{time.monotonic() - began:.0f} s; Python {platform.python_version()}, torch {torch.__version__}."
+        options = f"--cases {given.cases} --passes {given.passes} --moments {given.moments} --seed {given.seed}"
+        seconds = f"{time.monotonic() - began:.0f} s, Python {platform.python_version()}, torch {torch.__version__}"
+        made = f"`python tests/attacks --parts {part} {options}`: {seconds}."
         found = json.loads(data.read_text()) if data.exists() else {}
         found[part] = {"made": made, "rows": rows}
         data.write_text(json.dumps({name: found[name] for name in PARTS if name in found}, indent=1) + "\n")
-        options = f" --cases {given.cases} --passes {given.passes} --moments {given.moments} --seed {given.seed}"
-        (given.out / "README.md").write_text(written(found, options))
+        (given.out / "README.md").write_text(written(found))
         amiss = sum(wrong(part, row) for row in rows)
         print(f"{part}: {amiss} amiss, {made}", flush=True)
         bad += amiss

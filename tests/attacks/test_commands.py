@@ -12,7 +12,7 @@ from attacks import commands
 
 def attempts(part: str, folder: Path, *more: str) -> list[dict[str, str]]:
     command = [sys.executable, "-W", "ignore", commands.__file__, part, str(folder), *more]
-    told = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    told = subprocess.run(command, capture_output=True, text=True, timeout=1800)
     found = [json.loads(line) for line in told.stdout.splitlines()]
     assert found, told.stderr[-2000:]
     if any(one["outcome"] == "left out" for one in found):
