@@ -133,7 +133,7 @@ def test_a_difference_is_the_mean_over_sets_and_its_spread_that_of_questions_and
 def test_the_document_says_what_the_code_does() -> None:
     """Oracle: REGISTERED.md, read as text: labels, pairs, homes, numbers."""
     text = (EXAMPLE / "REGISTERED.md").read_text()
-    written = set(re.findall(r"`((?:map|vglr|mean|mcdr)[\w@+.-]*)`", text.partition("## The printed")[0]))
+    written = set(re.findall(r"`((?:map|vglr|mean|mcdr|last)[\w@+.-]*)`", text.partition("## The printed")[0]))
     assert written - {f"{head}" for head in equal.ASKED} <= set(equal.labels())
     assert set(equal.labels()) <= written
     contrasts = text.partition("What routing adds")[2].partition("**The goal**")[0]
@@ -208,6 +208,7 @@ def test_a_seed_is_computed_packed_and_reported_at_equal_data(
     assert cells["map-all"] == ["1", "16", "20"]
     assert cells["map-all+orders4"][0] == "4"
     assert cells["map-ens3"][0] == "3"
+    assert cells["last-laplace"] == ["1", "16", "20"]
     signals = pq.read_table(results / "sciq" / "predictions.parquet").column_names
     assert {"unseen_words", "last_mahalanobis", "last_relative", "energy", "probe"} <= set(signals)
     monkeypatch.setattr(sys, "argv", ["detection.py", str(results)])

@@ -14,8 +14,8 @@ from typing import Any
 from vmoer import tasks
 from vmoer.errors import InputError
 from vmoer.evaluation.answers import predict_task
-from vmoer.evaluation.baseline_signals import baseline_signals
-from vmoer.evaluation.ensembles import ensemble
+from vmoer.evaluation.baseline_signals import baseline_signals, laplace_answers
+from vmoer.evaluation.ensembles import ensemble, other_answers
 from vmoer.evaluation.scores import Row
 from vmoer.studies import Cell, Study
 from vmoer.studies._labels import member_of, parse, passes_of
@@ -47,6 +47,8 @@ ASKED = {
     "map-all.2": ("",),
 }
 """By what is trained: how it is asked."""
+LAPLACE = "last-laplace"
+"""MAP's own run, its last layer by Laplace's method."""
 FURTHER = ("map-all.3", "map-all.4")
 ENSEMBLES = {
     "map-ens3": ("map-all", "map-all.1", "map-all.2"),
@@ -68,7 +70,7 @@ GB = 12.0
 def labels() -> list[str]:
     """Every label of the comparison at equal data, the baseline first."""
     asked = [f"{head}{how}" for head, ways in ASKED.items() if "." not in head for how in ways]
-    return [*asked, *ENSEMBLES]
+    return [*asked, LAPLACE, *ENSEMBLES]
 
 
 def cells(base: Study, models: Sequence[str], parts: Sequence[str], fewer: dict[str, int]) -> list[Cell]:
@@ -126,7 +128,7 @@ def _cell(study: Study, head: str, ways: Sequence[str], seed: int, part: str) ->
         },
         partial(_answer, study, asked_as, seed),
         tuple(needs),
-        tuple(predictions(study, label, seed) / "meta.json" for label in asked_as),
+        tuple(predictions(study, label, seed) / "meta.json" for label in [*asked_as, *[LAPLACE] * (head == "map-all")]),
         gb=GB if key == "map" else _gb(batch, 0.28),
     )
 
@@ -174,6 +176,10 @@ def _answer(study: Study, asked_as: Sequence[str], seed: int) -> list[Row]:
             signals=more,
             run=opened.run,
         )
+    if asked_as[0] == "map-all" and not (predictions(study, LAPLACE, seed) / "meta.json").exists():
+        train, valid = (study.questions(study.task, split, seed) for split in ("train", "validation"))
+        rows = laplace_answers(opened.model, opened.tokenizer, asked(study, seed), train, valid, BATCH_TOKENS)
+        other_answers(predictions(study, "map-all", seed), predictions(study, LAPLACE, seed), rows, method=LAPLACE)
     return []
 
 

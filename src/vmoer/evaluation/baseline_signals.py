@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from vmoer.live.inputs import context_length, keeps_logits, last_positions, memory_for
-from vmoer.metrics import distances
+from vmoer.metrics import distances, last_layer
 from vmoer.tasks import Question
 from vmoer.tasks.batches import by_length, padded
 from vmoer.tasks.prompt import encode, letter_ids
@@ -93,6 +93,23 @@ def baseline_signals(
         "probe": wrong,
     }
     return {name: np.asarray(values, dtype=np.float64).tolist() for name, values in columns.items()}
+
+
+def laplace_answers(
+    model: nn.Module,
+    tokenizer: Any,
+    asked: Sequence[Question],
+    trained: Sequence[Question],
+    validation: Sequence[Question],
+    batch_tokens: int = 8192,
+) -> list[list[float]]:
+    """Log-probabilities of each question asked, by Laplace's method on the last layer (metrics.last_layer)."""
+    known, chosen, found = (last(model, tokenizer, qs, batch_tokens) for qs in (trained, validation, asked))
+    fitted = last_layer.factors(known.states_nD, known.logits_nC)
+    answers = [question.answer for question in validation]
+    prior = last_layer.best_prior(fitted, chosen.states_nD, chosen.logits_nC, answers)
+    rows: list[list[float]] = fitted.log_probs(found.states_nD, found.logits_nC, prior).tolist()
+    return rows
 
 
 def words_of(question: Question) -> list[str]:

@@ -61,3 +61,24 @@ def ensemble(members: Sequence[Path], folder: Path, *, method: str, seed: int) -
     said |= {"passes": sum(meta["passes"] for meta in metas), "averaging": "ensemble"}
     write_bytes(folder / "meta.json", (json.dumps(meta_of(folder, said), indent=2) + "\n").encode())
     return folder / "predictions.parquet"
+
+
+def other_answers(source: Path, folder: Path, log_probs: Sequence[Sequence[float]], *, method: str) -> Path:
+    """The predictions of a folder with other probabilities, row by row, under another name; returns their path."""
+    import pyarrow as pa
+
+    meta, table = read_meta(source / "meta.json", required=True), read_parquet(source / "predictions.parquet")
+    columns: dict[str, Any] = {name: table[name] for name in table.column_names}
+    options = [len(row) for row in table["log_probs"].to_pylist()]
+    rows = [list(row)[:n] for row, n in zip(log_probs, options, strict=True)]
+    columns |= {
+        "method": pa.array([method] * len(options), pa.string()),
+        "log_probs": pa.array(rows, pa.list_(pa.float64())),
+    }
+    columns["predictive_entropy"] = pa.array(entropy(metrics.pad(rows)))
+    write_bytes(folder / "predictions.parquet", parquet(pa.table(columns)))
+    said = {name: value for name, value in meta.items() if name not in ("files", SEAL, "calibrator")} | {
+        "method": method
+    }
+    write_bytes(folder / "meta.json", (json.dumps(meta_of(folder, said), indent=2) + "\n").encode())
+    return folder / "predictions.parquet"
