@@ -51,14 +51,13 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Graph]]:
         Graph.described = args, answer
         return answer
 
-    stream = SimpleNamespace(cuda_stream=7, wait_stream=lambda other: None)
+    stream = SimpleNamespace(cuda_stream=7, wait_stream=lambda other: None, synchronize=lambda: None)
     monkeypatch.setattr(VariationalGate, "_described", described)
     monkeypatch.setattr(capturing, "on_gpu", lambda states: True)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     monkeypatch.setattr(torch.cuda, "Stream", lambda: stream)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     for name in ("device", "stream"):
         monkeypatch.setattr(torch.cuda, name, lambda x: contextlib.nullcontext())

@@ -30,6 +30,7 @@ HELD = 8192
 SIGHTS = 3
 """How often a router is asked the same before it is captured: prompts of many lengths are not worth it."""
 enabled = True
+_ONE = threading.Lock()  # capture at a time, whatever the thread
 
 
 class Answer(NamedTuple):
@@ -177,9 +178,9 @@ def _taken(states: Tensor, now: Pass, work: Work, held: Any) -> _Take | None:
         graph = torch.cuda.CUDAGraph()
         place.stream.wait_stream(here)
         try:
-            with torch.cuda.stream(place.stream):
+            with _ONE, torch.cuda.stream(place.stream):
                 work(u_TD, alone, now.asked.record)  # compiles what is to be compiled, and gives libraries their room
-                torch.cuda.synchronize()
+                place.stream.synchronize()
                 graph.capture_begin(pool=place.pool, capture_error_mode="thread_local")
                 try:
                     answer = work(u_TD, alone, now.asked.record)
