@@ -12,6 +12,7 @@ import pytest
 
 from vmoer.report import Entry, Table, read, to_csv, to_latex, to_markdown, to_terminal
 from vmoer.report.summaries import best_within_noise, calibration_table, floor_notes, settings, tables, verdict
+from vmoer.report.tables import number
 
 GOLDEN = Path(__file__).parent / "golden"
 FORMATS = {"tables.txt": to_terminal, "tables.md": to_markdown, "tables.csv": to_csv, "tables.tex": to_latex}
@@ -103,3 +104,14 @@ def test_terminal_keeps_to_a_width(results):
 
 def test_rows_of_other_studies_make_no_tables():
     assert tables([row("map", "jaccard", 0.9, 0.8, 1.0)]) == []
+
+
+def test_a_narrow_terminal_gets_the_columns_below_each_other():
+    """Oracle: a table written here. Nothing is folded at 80 columns, and every number is there once."""
+    columns = ["method", *(f"score {i}" for i in range(8))]
+    rows = [[Entry(f"vglr-fc+full+ts{n}"), *(number(n + i / 10, n, n + 1) for i in range(8))] for n in range(2)]
+    text = to_terminal(Table("t", "a title", columns, rows), 80)
+    assert max(map(len, text.splitlines())) <= 80
+    assert all(text.count(f"score {i}") == 1 for i in range(8))
+    assert text.count("[1.000, 2.000]") == 8
+    assert text.count("vglr-fc+full+ts0") == text.count("method") > 1

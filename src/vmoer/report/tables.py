@@ -3,7 +3,7 @@
 import csv
 import io
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 _LATEX = {
     **{character: f"\\{character}" for character in "&%$#_{}"},
@@ -54,29 +54,59 @@ def _fixed(value: float, digits: int) -> str:
 
 
 def to_terminal(table: Table, width: int | None = None, colour: bool = False) -> str:
-    """Through rich: intervals below their values, the best marked * (and bold where there is colour)."""
-    from rich import box
+    """Through rich: intervals below their values, the best marked * (and bold where there is colour).
+
+    Columns that do not fit beside the others stand below them, after the labels once more.
+    """
     from rich.console import Console
-    from rich.table import Table as Rich
     from rich.text import Text
 
-    grid = Rich(box=box.SIMPLE_HEAD)
-    for i, column in enumerate(table.columns):
-        grid.add_column(Text(column), justify="left" if i < table.labels else "right", overflow="fold")
-    for row in table.rows:
-        texts = []
-        for entry in row:
-            text = Text(entry.text + "*" * entry.best, style="bold" if entry.best else "")
-            texts.append(text.append(f"\n{entry.detail}", style="not bold dim") if entry.detail else text)
-        grid.add_row(*texts)
     stream = io.StringIO()
     # A set width, not the terminal's: wide enough for any table of ours unless the caller knows better.
     console = Console(file=stream, width=width or 200, force_terminal=colour, no_color=not colour, legacy_windows=False)
     console.print(Text(table.title, style="bold"))  # not the grid's own title, which it folds to its width
-    console.print(grid)
+    for columns in _side_by_side(table, width or 200):
+        console.print(_rich(table, columns))
     for note in table.notes:
         console.print(Text(f"  {note}"))
     return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()).strip("\n") + "\n"
+
+
+def _side_by_side(table: Table, width: int) -> list[list[int]]:
+    """The numbers of the columns in each block of a table, as many as fit without being folded."""
+
+    def wide(i: int) -> int:
+        cells = [row[i] for row in table.rows]
+        return 3 + max(len(table.columns[i]), *(max(len(c.text) + c.best, len(c.detail)) for c in cells), 0)
+
+    labels = [*range(table.labels)]
+    blocks, left = [[*labels]], width - sum(map(wide, labels)) - 2
+    room = left
+    for i in range(table.labels, len(table.columns)):
+        if wide(i) > room and len(blocks[-1]) > len(labels):
+            blocks.append([*labels])
+            room = left
+        blocks[-1].append(i)
+        room -= wide(i)
+    return blocks
+
+
+def _rich(table: Table, columns: Sequence[int]) -> Any:
+    """Some columns of a table as rich has it."""
+    from rich import box
+    from rich.table import Table as Rich
+    from rich.text import Text
+
+    grid = Rich(box=box.SIMPLE_HEAD)
+    for i in columns:
+        grid.add_column(Text(table.columns[i]), justify="left" if i < table.labels else "right", overflow="fold")
+    for row in table.rows:
+        texts = []
+        for entry in (row[i] for i in columns):
+            text = Text(entry.text + "*" * entry.best, style="bold" if entry.best else "")
+            texts.append(text.append(f"\n{entry.detail}", style="not bold dim") if entry.detail else text)
+        grid.add_row(*texts)
+    return grid
 
 
 def to_markdown(table: Table) -> str:
