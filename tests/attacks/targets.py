@@ -88,7 +88,8 @@ class Target:
         """What the calibrator and the threshold of a folder make of answers."""
         stored, threshold = calibrator.of(read_folder(folder)), read_threshold(folder)
         mapped = ANSWERS[0] if stored is None else stored.apply(ANSWERS[0])
-        return [torch.tensor([threshold.value, threshold.file.get("temperature", 1.0)]), torch.from_numpy(mapped)]
+        numbers = torch.tensor([threshold.value, threshold.file.get("temperature", 1.0)], dtype=torch.float64)
+        return [numbers, torch.from_numpy(mapped)]
 
     def logits(self, model: Any) -> torch.Tensor:
         with torch.no_grad():
