@@ -36,6 +36,8 @@ LEAST = 0.9
 """Of the plain server's throughput."""
 GROWTH = 0.02
 """Of the memory, from a third of the requests to the end."""
+KINDS = ("lost", "mixed", "other")
+"""No answer; the answer to another prompt; numbers or tokens that are nobody's, as where rounding turns a near tie."""
 SMALL_CACHE = ("--num-gpu-blocks-override", "160")
 """Blocks of the KV cache: in a large one every request would touch memory for the first time, and hide what is kept."""
 
@@ -84,6 +86,19 @@ def wrong(answer: Any, want: dict[str, Any], asks: bool) -> bool:
     )
 
 
+def kind(answer: Any, place: int, expected: list[dict[str, Any]], asks: bool) -> str | None:
+    """What is wrong with an answer, if anything."""
+    want = expected[place % len(expected)]
+    if isinstance(answer, BaseException):
+        return "lost"
+    if not wrong(answer, want, asks):
+        return None
+    if any(not wrong(answer, other, asks) for other in expected):
+        return "mixed"
+    print("other:", json.dumps({"prompt": want["prompt"], "ids": want["ids"], "answer": answer}), flush=True)
+    return "other"
+
+
 def measured(servers: dict[str, Server], expected: dict[str, list[Any]], requests: int, size: int) -> dict[str, Any]:
     rows: dict[str, list[dict[str, float]]] = {name: [] for name in servers}
     for name, server in servers.items():  # first requests make buffers and caches
@@ -95,15 +110,13 @@ def measured(servers: dict[str, Server], expected: dict[str, list[Any]], request
             before, start = cpu_seconds(server), time.perf_counter()
             answers = asyncio.run(burst(server, places, asks))
             seconds, cpu = time.perf_counter() - start, cpu_seconds(server) - before
-            bad = sum(
-                wrong(answer, expected[name][place % len(PROMPTS)], asks)
-                for place, answer in zip(places, answers, strict=True)
-            )
+            kinds = [kind(answer, place, expected[name], asks) for place, answer in zip(places, answers, strict=True)]
+            bad = {what: float(kinds.count(what)) for what in KINDS}
             row = {
                 "requests": len(places),
                 "seconds": seconds,
                 "cpu_seconds": cpu,
-                "wrong": bad,
+                **bad,
                 "megabytes": megabytes(server),
             }
             rows[name].append(row)
@@ -121,7 +134,7 @@ def summary(rows: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
         "throughput": statistics.median(ratios("seconds")),
         "throughput_by_cpu_seconds": statistics.median(ratios("cpu_seconds")),
         "requests": sum(row["requests"] for row in rows["uncertainty"]),
-        "wrong": sum(row["wrong"] for own in rows.values() for row in own),
+        **{what: sum(row[what] for own in rows.values() for row in own) for what in KINDS},
         "growth": growth,
     }
 
@@ -143,7 +156,8 @@ def text(found: dict[str, Any], rows: dict[str, list[dict[str, float]]], version
         f"| throughput with uncertainty, of the plain server's: median of {count} pairs of bursts | {found['throughput']:.3f} |",
         f"| the same by the CPU seconds of the servers' processes | {by_cpu:.3f} |",
         f"| requests to each server | {found['requests']} |",
-        f"| lost, or not what transformers says of their prompt | {found['wrong']} |",
+        f"| lost; the answer to another prompt | {found['lost']:g}; {found['mixed']:g} |",
+        f"| other tokens or numbers than transformers has for the prompt | {found['other']:g} |",
         f"| memory at the end over that after a third, `vmoer serve` | {100 * growth['uncertainty']:+.1f}% |",
         f"| the same, plain | {100 * growth['plain']:+.1f}% |",
         "",
@@ -192,7 +206,9 @@ def main() -> None:
     (args.out / "README.md").write_text(text(found, rows, versions))
     print(text(found, rows, versions))
     bad = (
-        found["wrong"]
+        found["lost"]
+        or found["mixed"]
+        or found["other"]
         or found["throughput"] < LEAST
         or found["growth"]["uncertainty"] > max(GROWTH, found["growth"]["plain"])
     )

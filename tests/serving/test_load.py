@@ -36,17 +36,26 @@ def test_an_answer_that_is_lost_or_mixed_up_is_seen(answer: Any, wrong: bool) ->
     assert load.wrong(answer, WANT, asks=True) is wrong
 
 
-def test_ratios_are_taken_burst_by_burst_and_memory_after_a_third() -> None:
-    plain = [
-        {"requests": 2, "seconds": s, "cpu_seconds": 1.0, "wrong": 0, "megabytes": 100.0} for s in (1.0, 10.0, 4.0)
+def test_what_is_wrong_is_named() -> None:
+    other = WANT | {"prompt": "x", "ids": [5, 6, *range(20, 20 + load.NEW)]}
+    mixed = RIGHT | {"token_ids": [*range(20, 20 + load.NEW)]}
+    expected = [WANT | {"prompt": "y"}, other]
+    found = [
+        load.kind(answer, 2, expected, True) for answer in (RIGHT, TimeoutError(), mixed, RIGHT | {"token_ids": [1]})
     ]
+    assert found == [None, "lost", "mixed", "other"]
+
+
+def test_ratios_are_taken_burst_by_burst_and_memory_after_a_third() -> None:
+    none = dict.fromkeys(load.KINDS, 0)
+    plain = [{"requests": 2, "seconds": s, "cpu_seconds": 1.0, "megabytes": 100.0, **none} for s in (1.0, 10.0, 4.0)]
     ours = [
-        {"requests": 2, "seconds": s, "cpu_seconds": 2.0, "wrong": w, "megabytes": m}
+        {"requests": 2, "seconds": s, "cpu_seconds": 2.0, "megabytes": m, **none, "mixed": w}
         for s, w, m in ((1.0, 0, 50.0), (20.0, 1, 100.0), (5.0, 0, 103.0))
     ]
     found = load.summary({"plain": plain, "uncertainty": ours})
     assert found["throughput"] == pytest.approx(0.8)  # of 1, .5 and .8
     assert found["throughput_by_cpu_seconds"] == pytest.approx(0.5)
-    assert (found["requests"], found["wrong"]) == (6, 1)
+    assert (found["requests"], found["lost"], found["mixed"], found["other"]) == (6, 0, 1, 0)
     assert found["growth"] == pytest.approx({"plain": 0, "uncertainty": 0.03})
     assert "0.800" in load.text(found, {"plain": plain, "uncertainty": ours}, "vLLM")
