@@ -167,6 +167,21 @@ def test_a_router_holds_few_tokens(graphs: type[Graph], monkeypatch: pytest.Monk
     assert [key[2][0] for key in kept.takes] == [6, 8]
 
 
+def test_a_router_keeps_few_graphs_and_one_place_for_what_comes_in(
+    graphs: type[Graph], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Passes of five lengths, and two graphs at most: those of the last two lengths, and room that has not grown."""
+    model = attached("vtsr")
+    monkeypatch.setattr(capturing, "GRAPHS", 2)
+    for columns in (2, 3, 4, 5, 6):
+        for ids in batches(capturing.SIGHTS + 1, columns):
+            outcome(model, ids)
+    gate = next(module for module in model.modules() if isinstance(module, VariationalGate))
+    assert [key[2][0] for key in capturing._LOCAL.kept[gate.vmoer].takes] == [10, 12]
+    (place,) = capturing._LOCAL.places.values()
+    assert sorted(len(room) for room in place.room.values()) == [capturing.MOST, capturing.MOST]  # states, positions
+
+
 def test_a_router_that_cannot_be_captured_is_launched_as_before(
     graphs: type[Graph], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,6 +27,8 @@ MOST = 4096
 """Tokens of a pass that is still bound by the host."""
 HELD = 8192
 """Tokens of all graphs that a router keeps, at most."""
+GRAPHS = 32
+"""Graphs that a router keeps, at most."""
 SIGHTS = 3
 """How often a router is asked the same before it is captured: prompts of many lengths are not worth it."""
 enabled = True
@@ -69,8 +71,17 @@ class _Place:
 
     stream: Any
     pool: Any
-    inputs: dict[Any, Tensor] = field(default_factory=dict)
-    positions: dict[int, Tensor] = field(default_factory=dict)
+    room: dict[Any, Tensor] = field(default_factory=dict)
+    """Where the tokens' states and positions are copied to, by dtype and size."""
+    copied: Tensor | None = None
+    """The positions that were copied last."""
+
+    def input(self, like: Tensor) -> Tensor:
+        """Room for so many tokens, at the same place every time."""
+        key = like.dtype, like.shape[1:]
+        if key not in self.room:
+            self.room[key] = like.new_empty((MOST, *like.shape[1:]))
+        return self.room[key][: len(like)]
 
 
 class _Kept:
@@ -133,7 +144,8 @@ def captured(router: nn.Module, method: Any, states: Tensor, now: Pass, work: Wo
     if asks is not None and method.fitted:
         method.halves()  # found again where the statistics have changed
     where = stream.cuda_stream, states.device.index
-    key = (*where, states.shape, states.dtype, asks, id(method.config), kernels.enabled, kept.state())
+    kinds = states.dtype, now.positions_T.dtype
+    key = (*where, states.shape, kinds, asks, id(method.config), kernels.enabled, kept.state())
     if key not in kept.takes:
         kept.seen[key] = kept.seen.get(key, 0) + 1
         if kept.seen[key] <= SIGHTS:
@@ -142,7 +154,7 @@ def captured(router: nn.Module, method: Any, states: Tensor, now: Pass, work: Wo
             return None
         kept.takes[key] = _taken(states, now, work, (method.config, kept.values()))
         kept.seen.pop(key, None)
-        while len(kept.takes) > 1 and sum(shape[0] for _, _, shape, *_ in kept.takes) > HELD:
+        while len(kept.takes) > GRAPHS or (len(kept.takes) > 1 and sum(key[2][0] for key in kept.takes) > HELD):
             kept.takes.popitem(last=False)
     else:
         kept.takes.move_to_end(key)
@@ -150,10 +162,10 @@ def captured(router: nn.Module, method: Any, states: Tensor, now: Pass, work: Wo
     if take is None:
         return None
     place = _LOCAL.places[where]
-    place.inputs[states.shape, states.dtype].copy_(states)
-    if method.reads_positions and now.drawn.get("captured") is None:
-        place.positions[len(states)].copy_(now.positions_T)
-        now.drawn["captured"] = now.positions_T
+    place.input(states).copy_(states)
+    if method.reads_positions and place.copied is not now.positions_T:
+        place.input(now.positions_T).copy_(now.positions_T)
+        place.copied = now.positions_T
     take.graph.replay()
     # copies: the next replay writes into the same memory
     out = tuple(x.clone() for x in take.answer.out)
@@ -170,10 +182,8 @@ def _taken(states: Tensor, now: Pass, work: Work, held: Any) -> _Take | None:
         if where not in _LOCAL.places:
             _LOCAL.places[where] = _Place(torch.cuda.Stream(), torch.cuda.graph_pool_handle())
         place = _LOCAL.places[where]
-        u_TD = place.inputs.setdefault((states.shape, states.dtype), torch.empty_like(states))
-        position_T = place.positions.setdefault(len(states), torch.empty_like(now.positions_T))
-        u_TD.copy_(states)
-        position_T.copy_(now.positions_T)
+        u_TD, position_T = place.input(states).copy_(states), place.input(now.positions_T).copy_(now.positions_T)
+        place.copied = now.positions_T
         alone = replace(now, positions_T=position_T, asked=NOTHING, seen=set(), drawn={}, parts=())
         graph = torch.cuda.CUDAGraph()
         place.stream.wait_stream(here)
