@@ -11,6 +11,7 @@ a GPU, where nothing is asked: the pass says it all.
 """
 
 import dataclasses
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -88,14 +89,16 @@ _ASKED: ContextVar[Mapping["Attachment", Asked]] = ContextVar("vmoer_asked", def
 
 
 class _Local(threading.local):
-    """Of each thread: its pass, and a copy of what is asked, which compiled code reads: it cannot read context variables, nor, in
-    torch 2.11, a mapping whose keys are objects."""
+    """Of each thread: its pass, and a copy of what is asked by the attachment's number, which compiled code reads. It cannot read
+    context variables; nor, in torch 2.11, a mapping whose keys are objects, or an attribute that has a default in the class."""
 
-    now: "Pass | None" = None
-    asked: tuple[tuple["Attachment", Asked], ...] = ()
+    def __init__(self) -> None:
+        self.now: Pass | None = None
+        self.asked: Mapping[int, Asked] = {}
 
 
 _LOCAL = _Local()
+_NUMBERS = itertools.count()
 
 
 @dataclass
@@ -156,6 +159,11 @@ class Attachment:
     hooks: list[Any] = field(default_factory=list)
     first: list[tuple[nn.Module, Any]] = field(default_factory=list)
     """Decoder layers, and the hooks that must see their input before anybody's else."""
+    number: int = field(default_factory=_NUMBERS.__next__)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy has a number of its own."""
+        self.__dict__ |= state | {"number": next(_NUMBERS)}
 
     @property
     def config(self) -> Config:
@@ -169,18 +177,16 @@ class Attachment:
     @property
     def asked(self) -> Asked:
         """What is asked here and now."""
-        if not torch.compiler.is_compiling():
-            return _ASKED.get().get(self, NOTHING)
-        for attachment, asked in _LOCAL.asked:
-            if attachment is self:
-                return asked
-        return NOTHING
+        if torch.compiler.is_compiling():
+            return _LOCAL.asked.get(self.number, NOTHING)
+        return _ASKED.get().get(self, NOTHING)
 
     @contextmanager
     def asking(self, **changes: Any) -> Iterator[None]:
         """Inside the block, in this thread or task alone, the fields of `Asked` that are named are as given."""
         token = _ASKED.set({**_ASKED.get(), self: dataclasses.replace(self.asked, **changes)})
-        outside, _LOCAL.asked, _LOCAL.now = _LOCAL.asked, tuple(_ASKED.get().items()), None
+        outside, _LOCAL.now = _LOCAL.asked, None
+        _LOCAL.asked = {attachment.number: asked for attachment, asked in _ASKED.get().items()}
         try:
             yield
         finally:
