@@ -65,6 +65,7 @@ def lines(place: Path) -> dict[str, list[str]]:
     }
 
 
+PROGRESS = ("note: ", "stage 1, ", "stage 2, ")
 NEEDS_ANSWERS = ("threshold", "report")
 
 
@@ -137,9 +138,9 @@ class Started:
 
 
 def ended(started: Started) -> tuple[int, str]:
-    """The exit code of a command and what it said."""
+    """The exit code of a command and what it said, but for notes and the lines with which training goes on."""
     code = os.waitstatus_to_exitcode(os.waitpid(started.pid, 0)[1])
-    said = "\n".join(line for line in started.said.read_text().splitlines() if not line.startswith("note: "))
+    said = "\n".join(line for line in started.said.read_text().splitlines() if not line.startswith(PROGRESS))
     return code, said
 
 

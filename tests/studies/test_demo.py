@@ -151,7 +151,9 @@ def test_who_answers_validation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """Those that come with an output temperature, which is fitted there; nothing reads the others' answers to these questions."""
     asked: dict[str, set[tuple[str, str]]] = {}
     monkeypatch.setattr(
-        _variants, "prepare", lambda *args, **kwargs: type("Opened", (), {"model": None, "tokenizer": None})
+        _variants,
+        "prepare",
+        lambda *args, **kwargs: type("Opened", (), {"model": None, "tokenizer": None, "run": None}),
     )
     monkeypatch.setattr(
         _variants,
