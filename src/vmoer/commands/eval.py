@@ -106,14 +106,19 @@ def eval_(
     if as_json:
         print(json.dumps(rows, indent=2))
     else:
-        found = summaries.settings(rows)
-        print_tables([summaries.calibration_table(scored) for scored in found])
-        print_tables([summaries.detection_table(scored) for scored in found if scored.setting.shifted])
-        print(f"{out / 'predictions.parquet'}, {out / 'metrics.json'}; all tables and figures: vmoer report {out}")
-        if _unequal(run):
-            print("The routers were trained on questions that the plain model never saw: no comparison at equal data.")
-        if sentence := verdict(rows):
-            print(sentence)
+        _show(rows, out, run)
+
+
+def _show(rows: list[dict[str, Any]], out: Path, run: dict[str, Any]) -> None:
+    """Tables, then the sentence that says whether it helped."""
+    found = summaries.settings(rows)
+    print_tables([summaries.calibration_table(scored) for scored in found])
+    print_tables([summaries.detection_table(scored) for scored in found if scored.setting.shifted])
+    print(f"{out / 'predictions.parquet'}, {out / 'metrics.json'}; all tables and figures: vmoer report {out}")
+    if _unequal(run):
+        print("The routers were trained on questions that the plain model never saw: no comparison at equal data.")
+    if sentence := verdict(rows):
+        print(sentence)
 
 
 def _unequal(run: dict[str, Any]) -> bool:

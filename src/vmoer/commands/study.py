@@ -86,19 +86,22 @@ def study(
         _, note = preset_layers(PAPER, asked.model)
         if note:
             print(f"note: {note}", file=sys.stderr)
-    if dry_run and name == paper.STUDY:
-        lines, below = _paper_cost.summary(asked)
-        table(f"the paper's tables on {asked.model}", ("table", "cells", "done", "H200 h", "A100 h", "GB"), lines)
-        print(below)
-        return
     if dry_run:
-        show_plan((name,), asked, workers)
-        return
+        return _show_plan(name, asked, workers)
     how: dict[str, Any] = {"workers": workers, "backend": backend, "ray_address": ray_address}
     with locked(out), waiting(f"study {name}") as bars:
         failed = run_study(name, asked, say=bars.print, **how).failed
     print(f"{out / 'metrics.json'}; tables and figures: vmoer report {out}")
     raise_failures(failed)
+
+
+def _show_plan(name: str, asked: Study, workers: int) -> None:
+    """What a study would take."""
+    if name != paper.STUDY:
+        return show_plan((name,), asked, workers)
+    lines, below = _paper_cost.summary(asked)
+    table(f"the paper's tables on {asked.model}", ("table", "cells", "done", "H200 h", "A100 h", "GB"), lines)
+    return print(below)
 
 
 def _check_paper(name: str, task: str, table: str, ood: str, methods: str, preset: str) -> None:
