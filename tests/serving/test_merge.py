@@ -1,5 +1,6 @@
 """`vmoer merge`, and what `vmoer serve` makes of its folder. Oracle: the run itself, with its adapter beside the base model."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import vmoer
 from vmoer.cli import run as command_line
 from vmoer.errors import InputError
+from vmoer.files import locked
 from vmoer.models import open_model
 from vmoer.saved import merged
 from vmoer.serving import launch, merging
@@ -101,3 +103,27 @@ def test_nothing_is_overwritten_or_left_half_written(
     assert command_line(["merge", str(run), "--out", str(tmp_path / "new")]) == 1
     assert len(capsys.readouterr().err.splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_one_process_merges_into_a_folder_and_a_killed_one_leaves_nothing(
+    folders: tuple[Path, Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Oracle: the merged folder, byte for byte."""
+    _, run, whole = folders
+    out, beside = tmp_path / "out", tmp_path / ".out.merge"
+    command = ["merge", str(run), "--out", str(out)]
+    with locked(beside):
+        assert command_line(command) == 1
+    assert f"{beside} is in use by another vmoer" in capsys.readouterr().err
+    (tmp_path / "kept" / ("0" * 16)).mkdir(parents=True)
+    beside.symlink_to("kept")
+    assert command_line(command) == 2
+    assert f"{beside} is a link" in capsys.readouterr().err
+    assert (tmp_path / "kept" / ("0" * 16)).exists()
+    beside.unlink()
+    shutil.rmtree(tmp_path / "kept")
+    (beside / ("0" * 16)).mkdir(parents=True)
+    (beside / ("0" * 16) / "model.safetensors").touch()
+    assert command_line(command) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == {p.name: p.read_bytes() for p in whole.iterdir()}

@@ -3,9 +3,14 @@
 import os
 import secrets
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from vmoer.errors import InputError
+from safetensors import SafetensorError
+
+from vmoer.errors import InputError, RunError
+from vmoer.files import locked
 from vmoer.models import open_model
 from vmoer.saved import merged
 from vmoer.saved.fetch import locate
@@ -23,19 +28,37 @@ def merge(run: str, out: Path, *, dtype: str | None = None) -> Path:
         dtype: of the weights; by default that of the base model's files.
     """
     saved = read_folder(locate(run))
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise InputError(f"{out} is not empty: give a new folder")
-    opened = open_model(run, device="cpu", dtype=dtype or "auto")
-    # PEFT hands back the model itself, routers included
-    model = opened.model.merge_and_unload() if hasattr(opened.model, "merge_and_unload") else opened.model
-    out.parent.mkdir(parents=True, exist_ok=True)
-    scratch = out.with_name(f".{out.name}.{secrets.token_hex(8)}")
-    try:
+    with _beside(out.resolve()) as scratch:
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise InputError(f"{out} is not empty: give a new folder")
+        opened = open_model(run, device="cpu", dtype=dtype or "auto")
+        # PEFT hands back the model itself, routers included
+        model = opened.model.merge_and_unload() if hasattr(opened.model, "merge_and_unload") else opened.model
         model.save_pretrained(scratch)  # the routers' parameters stay out of it
         opened.tokenizer.save_pretrained(scratch)
         merged.note(scratch, saved)
         save(model, scratch)
-        os.replace(scratch, out)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        os.replace(scratch, out.resolve())
     return out
+
+
+@contextmanager
+def _beside(out: Path) -> Iterator[Path]:
+    """A name for what becomes `out`, in a folder beside it that one process has at a time. What a killed one left there goes."""
+    place = out.with_name(f".{out.name}.merge")
+    scratch = place / secrets.token_hex(8)
+    if place.is_symlink():
+        raise InputError(f"{place} is a link: remove it")
+    try:
+        with locked(place):
+            try:
+                for left in place.glob("[0-9a-f]" * 16):
+                    shutil.rmtree(left)
+                yield scratch
+            except SafetensorError as error:  # how a full disk is told
+                raise RunError(f"{out} cannot be written: {' '.join(str(error).split())}") from None
+            finally:
+                shutil.rmtree(scratch, ignore_errors=True)
+    finally:
+        with suppress(OSError):  # another has it
+            place.rmdir()
