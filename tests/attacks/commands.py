@@ -6,10 +6,12 @@ The parts are
 
     two     a command is stopped in its middle with its folder locked; the same command, in another PID namespace, must say why
             not; then the first goes on, and must leave what it leaves alone
-    stop    Ctrl-C and SIGTERM while it works: 130 or 143, within five seconds, and started again it ends as if nothing had been
+    stop    Ctrl-C and SIGTERM at moments of its work: 130 or 143, within five seconds, and started again it ends as if nothing
+            had been
     room    on a disk that is full at several sizes, and on one that cannot be written: one line; with room, the same bytes
     workers a study with four processes, and on a local Ray: Ctrl-C and SIGTERM end it within five seconds, no process of it is
-            left; where a worker is killed, its cell is tried once more, and the study ends as if nothing had been
+            left, and the same command ends as if nothing had been; so does a study of which a worker is killed: its cell is
+            tried once more
     reads   two writers with one process number, and readers: no file is ever seen torn
 
 Every command is a fork of this process, in which everything is imported. Namespaces and mounts need the rights of root; without
@@ -28,6 +30,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +64,7 @@ def lines(place: Path) -> dict[str, list[str]]:
         "sensitivity": ["sensitivity", str(model), *task, *cpu, "--out", "OUT"],
         "threshold": ["threshold", "OUT", "--risk", "0.995", "--confidence", "0.5"],
         "report": ["report", "OUT"],
+        "merge": ["merge", str(place / "whole-train" / "out"), "--out", "OUT"],
         "demo": ["demo", "--out", "OUT"],
     }
 
@@ -76,6 +80,7 @@ class Place:
         self.folder = folder
         world.save(folder / "world", n=40, validation=24, test=8)
         self.lines = lines(folder)
+        self.took = {"demo": 10.0}  # it would take minutes, and is never run to its end
         self.only = only.split(",") if only else [*self.lines, "1", "4", "ray"]
         self.names = [name for name in self.lines if name in self.only]
 
@@ -83,13 +88,18 @@ class Place:
         out.mkdir(parents=True, exist_ok=True)
         if name in NEEDS_ANSWERS:
             shutil.copytree(self.whole("eval"), out, dirs_exist_ok=True)
+        if name == "merge":
+            self.whole("train")
         return out
 
     def whole(self, name: str) -> Path:
         """The folder of the command alone."""
         out = self.folder / f"whole-{name}" / "out"
         if not out.exists():
-            code, said = ended(self.start(name, self.fresh(name, out)))
+            self.fresh(name, out)
+            began = time.monotonic()
+            code, said = ended(self.start(name, out))
+            self.took[name] = time.monotonic() - began
             if code:
                 raise SystemExit(f"{name} fails alone: {said}")
         return out
@@ -162,9 +172,9 @@ def allowed(spaces: int) -> bool:
 
 
 def locked_by(started: Started, out: Path) -> bool:
-    """Wait until the command has its folder: the kernel lists the lock. `report` has one on a folder below it."""
+    """Wait until the command has its folder: the kernel lists the lock. `report` has it on a folder below, `merge` beside."""
     while started.running():
-        for path in (out / ".lock", out / "report" / ".lock"):
+        for path in (out / ".lock", out / "report" / ".lock", out.with_name(f".{out.name}.merge") / ".lock"):
             with suppress(FileNotFoundError):
                 if f":{path.stat().st_ino} " in Path("/proc/locks").read_text():
                     return True
@@ -196,7 +206,7 @@ def two(place: Place) -> Report:
             code, said = ended(place.start(name, out, apart))
             os.killpg(first.pid, signal.SIGCONT)
             refused = code == 1 and "is in use by another vmoer" in said and "\n" not in said
-            if name == "demo":  # it would take minutes
+            if name == "demo":
                 os.killpg(first.pid, signal.SIGKILL)
                 ended(first)
                 outcome = "refused" if refused else "raw"
@@ -209,22 +219,34 @@ def two(place: Place) -> Report:
         yield {"command": "all", "how": "two PID namespaces", "outcome": "left out", "said": "they need root"}
 
 
-def stop(place: Place) -> Report:
+def stop(place: Place, moments: int) -> Report:
     for name in place.names:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            out = place.fresh(name, place.folder / f"stop-{name}-{number.name}" / "out")
-            started = place.start(name, out)
-            begun = locked_by(started, out)
-            os.killpg(started.pid, number)
-            told = time.monotonic()
-            code, said = ended(started)
-            seconds = time.monotonic() - told
-            outcome = "raw" if not begun or code not in (128 + number, 0) or said.count("\n") else "stopped"
-            outcome = "hang" if seconds > seconds_to_end() else "late" if code == 0 else outcome
+        for number, moment in product((signal.SIGINT, signal.SIGTERM), range(moments)):
+            if name != "demo":
+                place.whole(name)
+            wait, outcome = place.took[name] * moment / moments, "late"
+            for shorter in range(4 if wait else 1):  # where it was done before, once more, and the signal comes sooner
+                if outcome == "late":
+                    where = place.folder / f"stop-{name}-{number.name}-{moment}-{shorter}"
+                    out = place.fresh(name, where / "out")
+                    outcome, said, seconds = told_to_end(place.start(name, out), out, number, wait / 2**shorter)
             if outcome == "stopped" and name != "demo":
                 code, said = ended(place.start(name, out))
                 outcome = "raw" if code else "different" if same(out, name, place) else "stopped"
-            yield {"command": name, "how": number.name, "outcome": outcome, "said": said}
+            how = f"{number.name} at {moment} of {moments}"
+            yield {"command": name, "how": how, "outcome": outcome, "said": said, "seconds": seconds}
+
+
+def told_to_end(started: Started, out: Path, number: signal.Signals, wait: float) -> tuple[str, str, float]:
+    """What a signal comes to so long after the command has its folder, what was said, and how long the end took."""
+    begun = locked_by(started, out)
+    time.sleep(wait)
+    os.killpg(started.pid, number)
+    told = time.monotonic()
+    code, said = ended(started)
+    seconds = time.monotonic() - told
+    outcome = "raw" if not begun or code not in (128 + number, 0) or said.count("\n") else "stopped"
+    return "hang" if seconds > seconds_to_end() else "late" if code == 0 else outcome, said, seconds
 
 
 def room(place: Place) -> Report:
@@ -262,19 +284,20 @@ def in_a_fork(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 def full(place: Place, name: str, share: float | None, size: int) -> dict[str, Any]:
     """The command on a disk of a share of what it needs, or of one that cannot be written (None); then with room."""
     out = place.folder / f"room-{name}-{share}" / "out"
-    out.mkdir(parents=True)
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "none", str(out)], check=True)
+    disk = out.parent  # `merge` writes beside its folder
+    disk.mkdir(parents=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "none", str(disk)], check=True)
     place.fresh(name, out)
-    found = os.statvfs(out)
+    found = os.statvfs(disk)
     used = (found.f_blocks - found.f_bfree) * found.f_frsize
     pages = max(1, (used + int((share or 0) * max(0, size - used))) // 4096)  # 0 would be without a limit
     limits = "ro" if share is None else f"size={4 * pages}k"
-    subprocess.run(["mount", "-o", f"remount,{limits}", str(out)], check=True)
+    subprocess.run(["mount", "-o", f"remount,{limits}", str(disk)], check=True)
     code, said = ended(place.start(name, out))
     how = "read-only" if share is None else f"disk full at {share:.0%}"
     clear = code == 1 and said and "\n" not in said and "VMOER_DEBUG" not in said
     outcome = "refused" if clear else "enough" if code == 0 else "raw"
-    subprocess.run(["mount", "-o", "remount,rw,size=64m", str(out)], check=True)
+    subprocess.run(["mount", "-o", "remount,rw,size=64m", str(disk)], check=True)
     code, again = ended(place.start(name, out))
     odd = same(out, name, place)
     outcome = "raw" if code else "different" if odd else outcome
@@ -297,25 +320,35 @@ def workers(place: Place) -> Report:
         "--out",
         "out",
     ]
+    (place.folder / "whole").mkdir()
+    expected = finished(grid, place.folder / "whole")
     for how in (["--workers", "1"], ["--workers", "4"], ["--backend", "ray", "--ray-address", "local"]):
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL) if how[1] in place.only else ():
             where = place.folder / f"{how[1]}-{number.name}"
             where.mkdir()
             if number != signal.SIGKILL or how[1] != "1":  # with one process there is no other to kill
-                yield stopped_study([*grid, *how], where, number, 1 if how[1] == "ray" else int(how[1]))
+                found = stopped_study([*grid, *how], where, number, 1 if how[1] == "ray" else int(how[1]))
+                if found["outcome"] in ("stopped", "tried again") and finished([*grid, *how], where) != expected:
+                    found["outcome"] = "different"
+                yield found
+
+
+def program(words: list[str], where: Path) -> "subprocess.Popen[str]":
+    line = [sys.executable, "-W", "ignore", "-c", "from vmoer.cli import main; main()", *words]
+    told = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return subprocess.Popen(line, cwd=where, text=True, start_new_session=True, **told)
+
+
+def finished(words: list[str], where: Path) -> bytes | None:
+    """The numbers of a study that is run to its end; None where it fails."""
+    running = program(words, where)
+    running.communicate()
+    return None if running.returncode else (where / "out" / "metrics.json").read_bytes()
 
 
 def stopped_study(words: list[str], where: Path, number: signal.Signals, least: int) -> dict[str, Any]:
     """A study that a signal ends, or one of whose workers is killed."""
-    program = "from vmoer.cli import main; main()"
-    running = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", program, *words],
-        cwd=where,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    running = program(words, where)
     found = psutil.Process(running.pid)
     while running.poll() is None and not list(where.glob("out/runs/*/*")):
         time.sleep(0.05)
@@ -340,6 +373,7 @@ def stopped_study(words: list[str], where: Path, number: signal.Signals, least: 
         outcome = "different"
     return told_to | {
         "outcome": outcome,
+        "seconds": seconds,
         "said": f"{seconds:.1f} s, code {running.returncode}, {len(family)} more processes: {said[-300:]}",
     }
 
@@ -395,7 +429,6 @@ def reads(place: Place) -> Report:
 
 PARTS: dict[str, Callable[[Place], Report]] = {
     "two": two,
-    "stop": stop,
     "room": room,
     "workers": workers,
     "reads": reads,
@@ -404,15 +437,17 @@ PARTS: dict[str, Callable[[Place], Report]] = {
 
 def run() -> None:
     asked = argparse.ArgumentParser(description=__doc__)
-    asked.add_argument("part", choices=list(PARTS))
+    asked.add_argument("part", choices=[*PARTS, "stop"])
     asked.add_argument("folder", type=Path)
     asked.add_argument("--only", default="", help="commands, separated by commas; of workers, 1, 4 or ray")
+    asked.add_argument("--moments", type=int, default=3, help="of the work of each command, at which it is stopped")
     given = asked.parse_args()
     torch.set_num_threads(1)
     for name in COMMANDS:
         command(name)
     place = Place(given.folder, given.only)
-    for found in PARTS[given.part](place):
+    parts = PARTS | {"stop": partial(stop, moments=given.moments)}
+    for found in parts[given.part](place):
         print(json.dumps(found), flush=True)
 
 

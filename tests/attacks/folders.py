@@ -1,6 +1,5 @@
 """Attacks on a folder of saved routers: flipped, cut, swapped, rewritten with a right manifest."""
 
-import io
 import json
 import random
 from collections.abc import Callable, Iterator
@@ -19,7 +18,7 @@ Said = Callable[[str, str, str], None]
 
 
 def flips(target: Target, step: int = 1) -> Iterator[tuple[str, str, bytes, bool]]:
-    """Every `step`th byte of the JSON files, with one bit of it flipped."""
+    """Every `step`th bit of the JSON files, flipped."""
     for name in JSON_FILES:
         for data in islice(bit_flips(target.files[name]), 0, None, step):
             yield "one bit of a JSON file", name, data, False
@@ -80,13 +79,3 @@ def run(target: Target, cases: Iterator[tuple[str, str, bytes, bool]], table: di
         outcome, message = target.attack(name, data, reseal)
         table.setdefault(row, Outcomes())[outcome] += 1
         said(row, outcome, f"{name}: {message}")
-
-
-def written(table: dict[str, Outcomes], kinds: tuple[str, ...]) -> str:
-    """The table as Markdown, with a row of sums."""
-    out = io.StringIO()
-    out.write(f"| attack | cases | {' | '.join(kinds)} |\n|:---|---:|{'---:|' * len(kinds)}\n")
-    rows = {**table, "all": sum(table.values(), Outcomes())}
-    for row, found in rows.items():
-        out.write(f"| {row} | {found.total()} | {' | '.join(str(found[kind]) for kind in kinds)} |\n")
-    return out.getvalue()

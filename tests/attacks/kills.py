@@ -147,9 +147,19 @@ def _arm(at: int, after: bool) -> list[str]:
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    found = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    # how long a cell took stands in its file, and is in no table
-    return {name: path.read_bytes() if "cells" not in name else b"" for name, path in found.items()}
+    """What every file below a folder holds, and which folders there are; of a cell its rows: how long it took is beside them."""
+    found = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*"))}
+    return {name: _of(path) if path.is_file() else b"" for name, path in found.items()}
+
+
+def _of(path: Path) -> bytes:
+    data = path.read_bytes()
+    if path.parent.name != "cells":
+        return data
+    try:
+        return json.dumps(json.loads(data)["rows"]).encode()
+    except (ValueError, KeyError, TypeError):
+        return data
 
 
 def moments(work: str, folder: Path, events: int, times: int, seed: int) -> Iterator[dict[str, Any]]:

@@ -81,7 +81,7 @@ class Target:
         self.base, self.batch = tiny.model("granitemoe").eval(), tiny.batch()
         self.files = {path.name: path.read_bytes() for path in run.iterdir()}
         self.before = snapshot(self.base)
-        self.expected = [*self.told(run), self.logits(vmoer.load(copy.deepcopy(self.base), run))]
+        self.expected = [self.logits(vmoer.load(copy.deepcopy(self.base), run)), *self.told(run)]
         shutil.copytree(run, place)
 
     def told(self, folder: Path) -> list[torch.Tensor]:
@@ -112,9 +112,8 @@ class Target:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                found = self.told(self.place)
-                loaded = vmoer.load(self.base, self.place)
-                found.append(self.logits(loaded))
+                loaded = vmoer.load(self.base, self.place)  # first: what it refuses must leave the model as it was
+                found = [self.logits(loaded), *self.told(self.place)]
             same = all(map(torch.equal, found, self.expected))
             outcome, said = ("identical" if same else "taken" if reseal else "different"), ""
             if reseal and not all(bool(torch.isfinite(one).all()) for one in found):
@@ -147,9 +146,10 @@ def snapshot(model: Any) -> list[Any]:
 
 
 def bit_flips(data: bytes) -> Iterator[bytes]:
-    """Every byte with one of its bits flipped, each bit in turn."""
+    """Every bit of every byte flipped, one at a time."""
     for place in range(len(data)):
-        yield data[:place] + bytes([data[place] ^ 1 << place % 8]) + data[place + 1 :]
+        for bit in range(8):
+            yield data[:place] + bytes([data[place] ^ 1 << bit]) + data[place + 1 :]
 
 
 def mutations(data: bytes, rng: random.Random) -> Iterator[bytes]:

@@ -34,7 +34,7 @@ def test_two_processes_on_one_folder(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_stopped_command_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
     """Ctrl-C and SIGTERM. Oracles: the exit codes of shells, the clock, the folder of the command alone."""
-    found = attempts("stop", tmp_path, "--only", "train,calibrate,report,demo")
+    found = attempts("stop", tmp_path, "--only", "train,calibrate,report,demo", "--moments", "1")
     assert len(found) == 8
     assert [one for one in found if one["outcome"] not in ("stopped", "late")] == []
 

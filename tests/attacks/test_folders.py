@@ -32,7 +32,7 @@ def test_no_mutation_is_taken_in_silence(target: Target, cases: str, expected: s
         if outcome in BAD or (expected and outcome != expected and not alike):
             wrong.append(f"{row}: {outcome}: {message}")
 
-    made = folders.flips(target, 7) if cases == "flips" else getattr(folders, cases)(target, 40)
+    made = folders.flips(target, 53) if cases == "flips" else getattr(folders, cases)(target, 40)
     folders.run(target, islice(made, 600), table, said)
     assert not wrong
     assert sum(table.values(), Outcomes()).total() > 50

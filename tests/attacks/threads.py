@@ -22,9 +22,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
-from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -35,7 +34,7 @@ from test_contract import METHODS, prepare
 
 import vmoer
 from vmoer.live import context
-from vmoer.live.attach import sampled, switched_off
+from vmoer.live.attach import attached, sampled, switched_off
 
 THREADS, TASKS = 16, 200
 Found = list[torch.Tensor]
@@ -122,63 +121,67 @@ def in_tasks(method: str, every: int = 1) -> dict[str, Any]:
 # -- what it costs -----------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def plain() -> Iterator[None]:
-    """All state in attributes, as if there were one thread: no context variable, no copy of what is asked, no thread-local."""
+def plain_kind() -> type[context.Attachment]:
+    """An attachment with all state in attributes, as for one thread: no context variable, no copies, nothing thread-local."""
+    names = {**vars(context), "_LOCAL": SimpleNamespace(now=None, asked={})}
 
-    def asked(self: Any) -> context.Asked:
-        return self.__dict__.get("plain", context.NOTHING)
+    def own(method: Any) -> Any:
+        """The same code, where `_LOCAL` is a plain object."""
+        return FunctionType(method.__code__.replace(), names, method.__name__, method.__defaults__, method.__closure__)
 
-    @contextmanager
-    def asking(self: Any, **changes: Any) -> Iterator[None]:
-        before = asked(self)
-        self.plain = replace(before, **changes)
-        try:
-            yield
-        finally:
-            self.plain = before
+    ours = context.Attachment
 
-    local = SimpleNamespace(now=None, asked={})
-    with (
-        mock.patch.object(context.Attachment, "asked", property(asked)),
-        mock.patch.object(context.Attachment, "asking", asking),
-        mock.patch.object(context, "_LOCAL", local),
-    ):
-        yield
+    class Plain(ours):
+        plain = context.NOTHING
+        begin, current, resume = own(ours.begin), own(ours.current), own(ours.resume)
+        within = contextmanager(own(ours.within.__wrapped__))
+        now = property(own(ours.now.fget))
+
+        @property
+        def asked(self) -> context.Asked:
+            return self.plain
+
+        @contextmanager
+        def asking(self, **changes: Any) -> Iterator[None]:
+            before, self.plain = self.plain, replace(self.plain, **changes)
+            try:
+                yield
+            finally:
+                self.plain = before
+
+    return Plain
 
 
 @torch.no_grad()
-def cost(method: str, blocks: int) -> dict[str, Any]:
-    """Seconds of the processor for a recorded pass, with context variables over without: blocks of passes in turn.
+def cost(method: str, passes: int) -> dict[str, Any]:
+    """Seconds of the processor for a recorded pass, with context variables over without, of passes in turn on one model.
 
-    The first passes of a block are left out: there Python finds its way anew through classes that were changed.
+    The ratio is the median over pairs of neighbours; its interval is that of a median: the pairs whose ranks lie within
+    1.96 standard errors of the middle.
     """
     model, batch = prepare("granitemoe", method), tiny.batch((48, 40, 45, 31))
+    attachment, kinds = attached(model), (context.Attachment, plain_kind())
 
-    def block() -> float:
-        took = []
-        for _ in range(12):
-            began = time.thread_time_ns()
-            with vmoer.record(model):
-                model(**batch)
-            took.append(time.thread_time_ns() - began)
-        return float(np.median(took[4:])) / 1e6
+    def milliseconds(kind: type) -> float:
+        attachment.__class__ = kind
+        began = time.thread_time_ns()
+        with vmoer.record(model):
+            model(**batch)
+        return (time.thread_time_ns() - began) / 1e6
 
-    def without() -> float:
-        with plain():
-            return block()
-
-    block(), without()
-    pairs = np.array([(block(), without()) if i % 2 else (without(), block())[::-1] for i in range(blocks)])
-    drawn = pairs[np.random.default_rng(0).integers(blocks, size=(1000, blocks))]
-    low, high = np.quantile(np.median(drawn[..., 0], 1) / np.median(drawn[..., 1], 1), [0.025, 0.975])
-    with_, without_ = np.median(pairs, 0)
+    for _ in range(20):
+        milliseconds(kinds[0]), milliseconds(kinds[1])
+    pairs = [
+        [milliseconds(kind) for kind in kinds[:: 1 if i % 2 else -1]][:: 1 if i % 2 else -1] for i in range(passes)
+    ]
+    found, without = np.array(pairs).T
+    ratios, middle, reach = np.sort(found / without), passes / 2, 0.98 * passes**0.5
     return {
         "method": method,
-        "ratio": float(with_ / without_),
-        "low": float(low),
-        "high": float(high),
-        "milliseconds": float(without_),
+        "ratio": float(np.median(ratios)),
+        "low": float(ratios[max(0, int(middle - reach))]),
+        "high": float(ratios[min(passes - 1, int(np.ceil(middle + reach)))]),
+        "milliseconds": float(np.median(without)),
     }
 
 
