@@ -309,6 +309,22 @@ def test_routers_that_say_nothing_of_the_adapter_beside_them(adapted: Path) -> N
     refused(adapted, "has an adapter, and its router.json says that there is none")
 
 
+@pytest.mark.parametrize("task", [None, "CAUSAL_LM"])
+def test_an_adapter_is_written_as_peft_writes_it_and_nowhere_else(
+    task: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: PEFT's own files; the settings by value, since a set has no order."""
+    config = LoraConfig(target_modules=["v_proj", "q_proj"], r=2, task_type=task)
+    model = get_peft_model(tiny.model("granitemoe"), config)
+    model.save_pretrained(tmp_path / "theirs")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
+    vmoer.save(vmoer.attach(model, vmoer.MeanField()), tmp_path / "ours")
+    theirs, ours = (tmp_path / name for name in ("theirs", "ours"))
+    assert (ours / "adapter_model.safetensors").read_bytes() == (theirs / "adapter_model.safetensors").read_bytes()
+    told, said = (json.loads((folder / "adapter_config.json").read_text()) for folder in (theirs, ours))
+    assert said == told | {"target_modules": ["q_proj", "v_proj"]}
+
+
 def test_an_adapter_that_would_not_be_read_again_is_not_saved(tmp_path: Path) -> None:
     config = LoraConfig(target_modules=["q_proj"], r=2, use_dora=True)
     model = vmoer.attach(get_peft_model(tiny.model("granitemoe"), config), vmoer.MeanField())

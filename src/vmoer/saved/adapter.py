@@ -8,7 +8,6 @@ import hashlib
 import json
 import math
 import re
-import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
 from torch import Tensor, nn
 
 from vmoer.errors import InputError, short
@@ -164,19 +164,26 @@ def write(model: nn.Module, folder: Path, tensors: Mapping[str, Tensor]) -> None
     names = list(cast(Any, model).peft_config)
     if names != ["default"]:
         raise InputError(f"save stores one adapter, called default, and this model has {', '.join(names)}")
-    with tempfile.TemporaryDirectory() as temporary:
-        cast(Any, model).save_pretrained(temporary, state_dict=dict(tensors))
-        config, data = ((Path(temporary) / name).read_bytes() for name in (CONFIG, TENSORS))
-    said = json.loads(config)
-    if isinstance(said.get("target_modules"), list):  # a set of PEFT's, in another order in every process
-        said["target_modules"] = sorted(said["target_modules"])
-    config = (json.dumps(said, indent=2, sort_keys=True) + "\n").encode()
+    config, data = _as_files(model, tensors)
     try:
         parse(config, data, Path("this model"))
     except InputError as error:
         raise InputError(f"only a plain LoRA adapter can be saved: {error}") from None
     write_bytes(folder / CONFIG, config)
     write_bytes(folder / TENSORS, data)
+
+
+def _as_files(model: Any, tensors: Mapping[str, Tensor]) -> tuple[bytes, bytes]:
+    """What PEFT's `save_pretrained` writes, made in memory: a process that is killed leaves nothing in another folder."""
+    from peft import get_peft_model_state_dict
+
+    told = _as_json(model.peft_config["default"].to_dict()) | {"inference_mode": True}
+    if told["task_type"] is None:  # by which PEFT finds the class of the base model
+        kind = type(model.get_base_model())
+        told["auto_mapping"] = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
+    own = get_peft_model_state_dict(model, state_dict=dict(tensors))
+    data = save_tensors({name: value.detach().cpu().contiguous() for name, value in own.items()}, {"format": "pt"})
+    return (json.dumps(told, indent=2, sort_keys=True) + "\n").encode(), data
 
 
 def parameters(model: nn.Module) -> dict[str, Tensor]:
