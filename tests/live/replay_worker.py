@@ -18,7 +18,7 @@ import vmoer
 from vmoer import gates
 from vmoer.gates import FoundRouter, Scoring
 
-KEYS = ("plain", "vglr-mf")
+CASES = [*((name, None) for name in tiny.ARCHITECTURES), ("granitemoe", "vglr-mf")]
 
 
 def scoring(found: FoundRouter) -> Scoring:
@@ -78,16 +78,16 @@ def two_batches() -> list[dict[str, Tensor]]:
     return [tiny.batch(), tiny.batch((8, 11, 5), seed=1)]
 
 
-def model_of(key: str) -> Any:
+def model_of(name: str, key: str | None) -> Any:
     """A model by itself, or with a method attached."""
-    return (tiny.model("granitemoe") if key == "plain" else prepare("granitemoe", key)).train()
+    return (tiny.model(name) if key is None else prepare(name, key)).train()
 
 
-def passed(model: Any, key: str, number: int) -> Tensor:
+def passed(model: Any, key: str | None, number: int) -> Tensor:
     """The loss of a batch whose experts are replayed."""
     batch = two_batches()[number]
     with vmoer.replay(model, drawn(model, batch, seed=number)):
-        if key == "plain":
+        if key is None:
             return loss_of(model, batch)
         with vmoer.record(model, step=3, first_row=number * 3):
             return loss_of(model, batch)
@@ -100,17 +100,17 @@ def sharded(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
-    for key in KEYS:
-        model = model_of(key)
+    for name, key in CASES:
+        model = model_of(name, key)
         model.gradient_checkpointing_enable({"use_reentrant": False})
         for layer in model.model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
         assert sum(type(p.data).__name__ == "DTensor" for p in model.parameters()) > 10
         passed(model, key, rank).backward()
-        whole = {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
+        whole = {n: p.grad.full_tensor() for n, p in model.named_parameters() if p.grad is not None}
         if rank == 0:
-            torch.save(whole, f"{folder}/{key}.pt")
+            torch.save(whole, f"{folder}/{name}.{key}.pt")
     dist.barrier()
     dist.destroy_process_group()
 

@@ -15,7 +15,7 @@ import tiny
 import torch
 from replay_worker import TopK, drawn, gradients, loss_of, two_batches
 from test_contract import prepare
-from test_packed import HYBRID, MASKED, packed, texts
+from test_packed import HYBRID, MASKED, blocks, packed, texts
 from torch import Tensor
 
 import vmoer
@@ -129,9 +129,10 @@ def test_a_method_on_some_layers_and_experts_for_all() -> None:
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_rows_of_texts_find_their_tokens_in_a_padded_batch(side: str) -> None:
+@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
+def test_rows_of_texts_find_their_tokens_in_a_padded_batch(name: str, side: str) -> None:
     """Without their last token, narrow, and with signals behind the experts, as vLLM returns them. Oracle: each text alone."""
-    lengths, model = (9, 6, 11), tiny.model("qwen3_moe")
+    lengths, model = (9, 6, 11), tiny.model(name)
     right = tiny.batch(lengths)
     experts = drawn(model, right)
     rows = [row[:-1].astype(np.uint8) for row in as_rows(experts, lengths)]
@@ -152,17 +153,17 @@ def test_rows_of_texts_find_their_tokens_in_a_padded_batch(side: str) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in ("granitemoe", "deepseek_v3", "olmoe", "llama4") if name not in HYBRID]
-)
+@pytest.mark.parametrize("name", [name for name in tiny.ARCHITECTURES if name not in HYBRID])
 def test_packed_documents(name: str) -> None:
     """Several texts in one row, their rows in the same order. Oracle: each text alone."""
-    assert name not in MASKED
     model, documents = tiny.model(name), texts((9, 3, 11))
     lengths = tuple(len(row) for row in documents)
     given = as_rows(drawn(model, tiny.batch(lengths)), lengths)
+    batch = packed(documents)
+    if name in MASKED:
+        batch["attention_mask"] = dict.fromkeys(("full_attention", "sliding_attention"), blocks(batch))
     with vmoer.replay(model, given):
-        together = logits_of(model, packed(documents))[0]
+        together = logits_of(model, batch)[0]
     start = 0
     for row, rows in zip(documents, given, strict=True):
         with vmoer.replay(model, [rows]):
@@ -190,8 +191,13 @@ def test_a_generated_text_is_replayed_without_its_last_token() -> None:
         torch.testing.assert_close(logits[:, 5 + n], theirs, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("key", [None, "vglr-mf"])
-@pytest.mark.parametrize("name", ["granitemoe", "deepseek_v3", "llama4"])
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        *((name, None) for name in tiny.ARCHITECTURES),
+        *((n, "vglr-mf") for n in ("granitemoe", "deepseek_v3", "llama4")),
+    ],
+)
 def test_checkpointing_and_accumulation_change_no_gradient(name: str, key: str | None) -> None:
     """Two batches, each with experts of its own, both run before either goes backward, outside of the blocks.
 
@@ -221,21 +227,21 @@ def test_checkpointing_and_accumulation_change_no_gradient(name: str, key: str |
 
 
 def test_sharded_by_fsdp2_in_two_processes(tmp_path: Path) -> None:
-    """Each process replays rows of its own, on a model that was sharded before, and on one with a method, sharded afterwards.
+    """Each process replays rows of its own, on models that were sharded before, and on one with a method, sharded afterwards.
 
     Oracle: the gradients of one process.
     """
     command = [sys.executable, "-W", "error", replay_worker.__file__, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    for key in replay_worker.KEYS:
-        model = replay_worker.model_of(key)
+    for name, key in replay_worker.CASES:
+        model = replay_worker.model_of(name, key)
         for number in range(2):
             (replay_worker.passed(model, key, number) / 2).backward()
-        ours, theirs = gradients(model), torch.load(tmp_path / f"{key}.pt")
+        ours, theirs = gradients(model), torch.load(tmp_path / f"{name}.{key}.pt")
         assert ours.keys() == theirs.keys()
-        for name, value in ours.items():
-            torch.testing.assert_close(theirs[name], value, rtol=1e-4, atol=1e-6, msg=name)
+        for parameter, value in ours.items():
+            torch.testing.assert_close(theirs[parameter], value, rtol=1e-4, atol=1e-6, msg=f"{name} {parameter}")
 
 
 @pytest.mark.parametrize(
