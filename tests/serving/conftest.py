@@ -26,11 +26,11 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def granite(work: Path) -> tuple[Path, Path]:
-    """A tiny model and a run for it."""
+    """A tiny model and a run for it, with a calibrator."""
     import served
 
     base = served.build("granite", work / "granite")
-    return base, served.train(base, "vglr-fc", work / "granite-vglr-fc")
+    return base, served.train(base, "vglr-fc", work / "granite-vglr-fc", calibrator=served.CALIBRATOR)
 
 
 class Server:

@@ -12,6 +12,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 import vmoer
 from vmoer.evaluation.threshold import FORMAT, write_threshold
 from vmoer.live.attach import routers_of
+from vmoer.metrics.calibrators import Choice, VectorScaling
+from vmoer.saved import calibrator as calibrators
+from vmoer.saved.store import read_folder
 from vmoer.training.lora import add_lora
 
 VOCAB, LAYERS, NEW = 384, [1, 3], 12
@@ -64,6 +67,16 @@ METHODS: dict[str, vmoer.routers.Config] = {
     "swag": vmoer.SWAG(layers=LAYERS),
 }
 
+TEMPERATURE, BIASES = 1.7, (0.3, 0.1, -0.4)
+CALIBRATOR = calibrators.described(
+    Choice(VectorScaling(TEMPERATURE, BIASES), {}, np.empty((0, 3))),
+    options=[3],
+    averaging="router",
+    passes=1,
+    task="t",
+    method="vglr-fc",
+)
+
 
 def tokenizer() -> Any:
     built = Tokenizer(models.BPE(unk_token="<unk>"))
@@ -105,7 +118,7 @@ def opened(folder: Path) -> Any:
     return tf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def train(base: Path, method: str, folder: Path, lora: bool = False, seed: int = 7) -> Path:
+def train(base: Path, method: str, folder: Path, lora: bool = False, seed: int = 7, calibrator: Any = None) -> Path:
     """Write a run: routers that changed from where they start, novelty fitted; over a random adapter where one is wanted."""
     model, seeded = opened(base), torch.Generator().manual_seed(seed)
     if lora:
@@ -125,7 +138,7 @@ def train(base: Path, method: str, folder: Path, lora: bool = False, seed: int =
                 router.collect()
     ids = torch.randint(4, VOCAB, (8, 24), generator=seeded)
     vmoer.fit(model, [{"input_ids": ids, "attention_mask": torch.ones_like(ids)}])
-    vmoer.save(model, folder, run={"model": str(base)} if lora else None)
+    vmoer.save(model, folder, run={"model": str(base)} if lora else None, calibrator=calibrator)
     return folder
 
 
@@ -160,15 +173,40 @@ def teacher_forced(base: Path, run: Path, ids: list[int], dtype: torch.dtype) ->
     return {"experts": rec.experts[:, 0].permute(1, 0, 2).tolist(), "signals": signals}
 
 
+def options_of(base: Path, run: Path, text: str) -> np.ndarray:
+    """The probabilities of A, B and C as the next token of a chat, through the calibrator."""
+    model, words = opened(base), tf.AutoTokenizer.from_pretrained(base)
+    vmoer.load(model, run)
+    ids = words(
+        words.apply_chat_template([{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True)
+    )
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([ids["input_ids"]])).logits[0, -1]
+    letters = logits[words.convert_tokens_to_ids(["A", "B", "C"])].double()
+    return torch.softmax(torch.log_softmax(letters, -1) / TEMPERATURE + torch.tensor(BIASES), -1).numpy()
+
+
 def threshold(folder: Path, base: Path, run: Path) -> Path:
     """A threshold file, as `vmoer threshold` writes it, on the mean novelty of an answer: some of the prompts' are above it."""
     found = [
         np.array(x["signals"]["novelty"])[x["prompt_tokens"] - 1 :].mean() for x in recorded(base, run, PROMPTS, 8)
     ]
     value = (min(found) + max(found)) / 2
-    chosen = {"format": FORMAT, "form": "text", "signal": "mean_novelty", "threshold": value, "risk": 0.1}
-    write_threshold(folder / "threshold.json", chosen | {"confidence": 0.9})
-    return folder / "threshold.json"
+    return _written(folder / "threshold.json", "text", "mean_novelty", value)
+
+
+def letters_threshold(path: Path, base: Path, run: Path) -> Path:
+    """The same on the confidence in an option, between those of the two most and least certain prompts."""
+    found = [1 - options_of(base, run, prompt).max() for prompt in PROMPTS]
+    stored = calibrators.of(read_folder(run))
+    assert stored is not None
+    return _written(path, "letters", "least_confidence", (min(found) + max(found)) / 2, calibrator=stored.digest)
+
+
+def _written(path: Path, form: str, signal: str, value: float, **more: Any) -> Path:
+    chosen = {"format": FORMAT, "form": form, "signal": signal, "threshold": value, "risk": 0.1, "confidence": 0.9}
+    write_threshold(path, chosen | more)
+    return path
 
 
 def environment() -> dict[str, str]:

@@ -16,6 +16,7 @@ from conftest import Server
 
 pytestmark = pytest.mark.serving
 SIGNALS = {"gate_entropy", "logit_variance", "mc_logit_variance", "novelty"}
+EXAMPLES = Path(__file__).parents[2] / "examples" / "serving"
 NEW = 8
 GREEDY: dict[str, Any] = dict(model="tiny", max_tokens=NEW, temperature=0)
 EXTRA: dict[str, Any] = {"uncertainty": True, "ignore_eos": True, "return_token_ids": True, "min_tokens": NEW}
@@ -175,9 +176,29 @@ def test_the_threshold_decides(client: openai.OpenAI, expected: list[dict[str, A
     assert set(verdicts) == {True, False}
 
 
+def test_options_have_calibrated_probabilities(client: openai.OpenAI, granite: tuple[Path, Path]) -> None:
+    """By the run's calibrator, which nobody asked for. Oracle: the letters' logits in transformers and the map by hand."""
+    messages: Any = [{"role": "user", "content": served.PROMPTS[1]}]
+    expected = served.options_of(*granite, served.PROMPTS[1])
+    for more in ({}, {"n": 2, "temperature": 1.0}):
+        extra = {"uncertainty": {"options": 3}, "ignore_eos": True}
+        asked: dict[str, Any] = dict(messages=messages, extra_body=extra, **GREEDY | more)
+        made = client.chat.completions.create(**asked)
+        events = list(client.chat.completions.create(stream=True, **asked))
+        for choice in made.choices:
+            assert choice.logprobs is None
+            for said in (choice.uncertainty, streamed(events, choice.index)):
+                assert said["options"]["calibrator"] == "vector"
+                assert list(said["options"]["probabilities"]) == ["A", "B", "C"]
+                close(list(said["options"]["probabilities"].values()), expected)
+    assert "options" not in chat(client).choices[0].uncertainty
+
+
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
+        ({"options": 1}, "options=1 is no number of options from 2 to 26"),
+        ({"options": 4}, "the calibrator was fitted on questions with 3 options, and one has 4"),
         (["novelti"], "unknown signal 'novelti'; did you mean novelty"),
         ("yes", "uncertainty='yes': give true, a list of signals"),
         ({"layer": True}, "uncertainty has 'layer'"),
@@ -188,6 +209,8 @@ def test_a_wrong_request_is_refused_in_one_line(client: openai.OpenAI, asked: An
     for stream in (False, True):
         with pytest.raises(openai.BadRequestError, match=re.escape(message)):
             text(client, "the", {"uncertainty": asked}, stream=stream)
+        with pytest.raises(openai.BadRequestError, match="options and logprobs cannot be asked for at once"):
+            text(client, "the", {"uncertainty": {"options": 3}}, stream=stream, logprobs=0)
 
 
 def test_many_at_once_each_with_its_own(server: Server, granite: tuple[Path, Path]) -> None:
@@ -262,4 +285,15 @@ def test_metrics_count_every_answer(client: openai.OpenAI, server: Server) -> No
     above = [np.mean(novelty), np.mean(novelty[:3])]
     limit = asked["decision"]["threshold"]
     assert after["vmoer_abstained_total"] - before["vmoer_abstained_total"] == sum(value > limit for value in above)
+    assert after["vmoer_judged_total"] - before["vmoer_judged_total"] == 2
+    for kind in ("sequence", "first_token"):  # a bucket counts what is not above its bound
+        bounds = [name for name in after if name.startswith(f"vmoer_{kind}_bucket{{") and 'signal="novelty"' in name]
+        grown = {re.findall('le="([^"]+)"', name)[0]: after[name] - before[name] for name in bounds}
+        values = above if kind == "sequence" else novelty[:1] * 2
+        assert len(grown) > 10
+        assert grown == {bound: sum(value <= float(bound) for value in values) for bound in grown}
     assert "vllm:" in server.get("/metrics")
+    names = {re.split("[ {]", line)[0] for line in server.get("/metrics").splitlines()}
+    panels = json.loads((EXAMPLES / "grafana.json").read_text())["panels"]
+    shown = {name for panel in panels for x in panel["targets"] for name in re.findall(r"vmoer_\w+", x["expr"])}
+    assert {"vmoer_first_token_bucket", "vmoer_sequence_bucket", "vmoer_abstained_total"} <= shown <= names

@@ -9,6 +9,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tiny
 import torch
@@ -18,6 +19,9 @@ import vmoer
 from vmoer.cli import run as command_line
 from vmoer.errors import InputError
 from vmoer.evaluation.threshold import FORMAT, write_threshold
+from vmoer.metrics.calibrators import Choice, OutputTemperature
+from vmoer.saved import calibrator
+from vmoer.saved.store import read_folder
 from vmoer.serving import launch
 
 
@@ -77,7 +81,8 @@ def test_the_command_line_that_it_writes(folders: tuple[Path, Path], prepared: A
     assert said[said.index("--port") + 1] == str(port)
     assert "--enable-return-routed-experts" in said
     told = json.loads(command.environment["VMOER_SERVING"])["threshold"]
-    assert told == {name: chosen[name] for name in ("form", "signal", "threshold", "risk", "confidence")}
+    names = ("form", "signal", "threshold", "risk", "confidence")
+    assert told == {name: chosen[name] for name in names} | {"calibrated": False}
     assert command.environment["VLLM_USE_V2_MODEL_RUNNER"] == "1"
 
 
@@ -163,12 +168,47 @@ def test_pipeline_parallelism_a_taken_port_and_bad_options(folders: tuple[Path, 
         prepared(*map(str, folders), None, ["--port", "http"])
 
 
+def test_the_calibrator_of_a_run_and_the_threshold_that_was_chosen_with_it(prepared: Any, tmp_path: Path) -> None:
+    """It goes to the server without being asked for. Oracle: the file's own content, and mistakes made on purpose."""
+    model = tiny.model("granitemoe")
+    model.save_pretrained(tmp_path / "base")
+    vmoer.attach(model, vmoer.MeanField(layers=[1]))
+    about: dict[str, Any] = {"options": [4], "task": "t", "method": "vglr-mf"}
+    for name, averaging in (("run", "router"), ("full", "full")):
+        choice = Choice(OutputTemperature(1.7), {}, np.empty((0, 4)))
+        content = calibrator.described(choice, averaging=averaging, passes=8, **about)
+        vmoer.save(model, tmp_path / name, calibrator=content)
+    stored = calibrator.of(read_folder(tmp_path / "run"))
+    assert stored is not None
+    chosen = {"format": FORMAT, "form": "letters", "signal": "predictive_entropy", "threshold": 0.5, "risk": 0.1}
+    chosen |= {"confidence": 0.9, "averaging": "router", "calibrator": stored.digest}
+    file = tmp_path / "threshold.json"
+
+    def told(run: str = "run", calibrated: bool = True) -> Any:
+        options = ["--port", str(free_port())]
+        command = prepared(str(tmp_path / "base"), str(tmp_path / run), file, options, calibrated=calibrated)
+        return json.loads(command.environment["VMOER_SERVING"])
+
+    write_threshold(file, chosen)
+    assert told()["threshold"]["calibrated"] is True
+    assert told()["calibrator"] == stored.file
+    with pytest.raises(InputError, match="chosen with another calibrator than the run has"):
+        told(calibrated=False)
+    with pytest.raises(InputError, match="averaging full over 8 passes, and this is router: give --no-calibrator"):
+        told("full")
+    write_threshold(file, chosen | {"averaging": "full"})
+    with pytest.raises(InputError, match="for averaging full, and a server answers in one pass"):
+        told()
+    write_threshold(file, {name: value for name, value in chosen.items() if name != "calibrator"})
+    assert told("full", calibrated=False)["calibrator"] is None
+
+
 def test_a_threshold_on_what_the_server_does_not_compute(
     folders: tuple[Path, Path], prepared: Any, tmp_path: Path
 ) -> None:
-    chosen = {"format": FORMAT, "form": "letters", "signal": "predictive_entropy", "threshold": 0.5, "risk": 0.1}
+    chosen = {"format": FORMAT, "form": "letters", "signal": "prompt_tokens", "threshold": 0.5, "risk": 0.1}
     write_threshold(tmp_path / "threshold.json", chosen | {"confidence": 0.9})
-    with pytest.raises(InputError, match="does not compute predictive_entropy"):
+    with pytest.raises(InputError, match="does not compute prompt_tokens"):
         prepared(*map(str, folders), tmp_path / "threshold.json", [])
 
 

@@ -13,17 +13,18 @@ from vmoer.cli import run as command_line
 from vmoer.errors import InputError
 from vmoer.files import locked
 from vmoer.models import open_model
-from vmoer.saved import merged
+from vmoer.saved import calibrator, merged
+from vmoer.saved.store import read_folder
 from vmoer.serving import launch, merging
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
-    """A base model, a run over an adapter, and the two merged."""
+    """A base model, a run over an adapter, with a calibrator, and the two merged."""
     pytest.importorskip("peft")
     root = tmp_path_factory.mktemp("merge")
     base = served.build("granite", root / "base")
-    run = served.train(base, "vglr-fc", root / "run", lora=True)
+    run = served.train(base, "vglr-fc", root / "run", lora=True, calibrator=served.CALIBRATOR)
     assert command_line(["merge", str(run), "--out", str(root / "merged")]) == 0
     return base, run, root / "merged"
 
@@ -50,6 +51,10 @@ def test_the_folder_is_the_run_without_an_adapter(folders: tuple[Path, Path, Pat
     assert torch.equal(rec.experts, want.experts)
     for name, value in want.signals.items():
         torch.testing.assert_close(rec.signals[name], value, rtol=1e-4, atol=1e-5)
+    kept, given = (calibrator.of(read_folder(folder)) for folder in (whole, run))
+    assert kept is not None
+    assert given is not None
+    assert kept.calibrator == given.calibrator
 
 
 def test_serve_knows_the_merged_base_and_no_other(folders: tuple[Path, Path, Path], prepared: Any) -> None:

@@ -68,9 +68,28 @@ def test_a_killed_engine_is_an_error_for_the_client_and_the_next_start_works(
     assert not waiting.is_alive()
     assert isinstance(found[0], openai.OpenAIError)
     server.process.wait(60)  # vLLM's own: a server without an engine ends
-    again = Server(*granite, work / "again.log", free_port())
+    limit = served.letters_threshold(work / "letters.json", *granite)
+    again = Server(*granite, work / "again.log", free_port(), "--threshold", str(limit))
     try:
         again.ready()
         assert novelty(again) == pytest.approx(before, rel=1e-4)
+        assert_options_decide(again, granite)
     finally:
         again.stop()
+
+
+def assert_options_decide(server: Server, granite: tuple[Path, Path]) -> None:
+    """A threshold on an option's confidence decides where options are asked for. Oracle: transformers and the map by hand."""
+    verdicts = []
+    more: dict[str, Any] = dict(model="tiny", max_tokens=1, extra_body={"uncertainty": {"options": 3}})
+    with client(server) as asking:
+        for prompt in served.PROMPTS:
+            made = asking.chat.completions.create(messages=[{"role": "user", "content": prompt}], **more)
+            said, value = made.choices[0].uncertainty, 1 - served.options_of(*granite, prompt).max()
+            assert said["decision"]["value"] == pytest.approx(value, rel=1e-4)
+            assert said["abstain"] is bool(value > said["decision"]["threshold"])
+            verdicts.append(said["abstain"])
+    assert set(verdicts) == {True, False}
+    metrics = server.get("/metrics")
+    assert f"vmoer_judged_total {len(verdicts)}.0" in metrics  # and not the answers without options
+    assert f"vmoer_abstained_total {sum(verdicts)}.0" in metrics

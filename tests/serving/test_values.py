@@ -1,12 +1,17 @@
-"""Rows there and back, and what a client is given. Oracles: the arrays that went in, and numpy's own mean and maximum."""
+"""Rows there and back, and what a client is given. Oracles: the arrays that went in, and numpy's and scipy's own formulas."""
 
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from scipy.special import softmax
+from scipy.stats import entropy
 
 from vmoer.errors import InputError
+from vmoer.metrics.calibrators import Choice, VectorScaling
+from vmoer.saved import calibrator
+from vmoer.serving.options import options
 from vmoer.serving.rows import SIGNALS, pack, unpack
 from vmoer.serving.values import Answer, Asked, Threshold, joined, parse
 
@@ -65,6 +70,34 @@ def test_a_threshold_is_on_the_first_token_or_the_sequence(form: str, signal: st
         Threshold(form, "sequence_nll", 1.0, 0.1, 0.9)
 
 
+def test_options_go_through_the_calibrator() -> None:
+    """Letters' log-probabilities among all tokens, as vLLM has them."""
+    choice = Choice(VectorScaling(temperature=2.0, biases=(0.3, 0.1, -0.4)), {}, np.empty((0, 3)))
+    content = calibrator.described(choice, options=[3], averaging="router", passes=1, task="t", method="map")
+    stored, raw = calibrator.checked(content, "here"), np.array([-7.0, -9.5, -8.2])
+    own, mapped = softmax(raw), softmax(raw / 2 + choice.calibrator.biases)
+    for given, want, kind in ((None, own, None), (stored, mapped, "vector")):
+        found = options(raw.tolist(), given)
+        assert list(found.said["probabilities"]) == ["A", "B", "C"]
+        np.testing.assert_allclose(list(found.said["probabilities"].values()), want)
+        assert found.said["calibrator"] == kind
+        for signals, chances in ((found.own, own), (found.calibrated, want)):
+            assert signals == pytest.approx(
+                {"predictive_entropy": entropy(chances), "least_confidence": 1 - chances.max()}
+            )
+    with pytest.raises(InputError, match="questions with 3 options, and one has 2"):
+        options(raw[:2].tolist(), stored)
+    answer = Answer(Asked(options=3), None)
+    assert answer.choose(found) == {"options": found.said}
+    for calibrated, chances in ((True, mapped), (False, own)):  # held against what it was chosen on
+        limit = Threshold("letters", "least_confidence", 0.3, 0.1, 0.9, calibrated)
+        said = limit.verdict({}, found)
+        assert said["abstain"] is bool(1 - chances.max() > 0.3)
+        assert said["decision"]["value"] == pytest.approx(1 - chances.max())
+        assert limit.verdict({"novelty": [1.0]}) == {}
+    assert own.max() > 0.7 > mapped.max()
+
+
 @pytest.mark.parametrize(
     ("asked", "found"),
     [
@@ -73,13 +106,17 @@ def test_a_threshold_is_on_the_first_token_or_the_sequence(form: str, signal: st
         (True, Asked()),
         (["novelty"], Asked(("novelty",))),
         ({"layers": True, "prompt": True}, Asked(layers=True, prompt=True)),
+        ({"options": 4}, Asked(options=4)),
     ],
 )
 def test_what_can_be_asked(asked: Any, found: Asked | None) -> None:
     assert parse(asked) == found
 
 
-@pytest.mark.parametrize("asked", ["true", 1, {"signals": "novelty"}, ["entropy"], [3], {"layers": "yes"}, {"what": 1}])
+WRONG = ["true", 1, {"signals": "novelty"}, ["entropy"], [3], {"layers": "yes"}, {"what": 1}]
+
+
+@pytest.mark.parametrize("asked", [*WRONG, *({"options": count} for count in (0, 1, 27, True, "4", None))])
 def test_what_cannot_be_asked(asked: Any) -> None:
     with pytest.raises(InputError):
         parse(asked)

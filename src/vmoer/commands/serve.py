@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from vmoer.commands._shared import quiet
+from vmoer.commands._shared import NoCalibrator, quiet
 from vmoer.serving import launch
 
 SETTINGS: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -20,11 +20,12 @@ def serve(
     threshold: Annotated[
         Path | None, typer.Option(help="A threshold file of vmoer threshold: answers then say whether to abstain.")
     ] = None,
+    no_calibrator: NoCalibrator = False,
 ) -> None:
     """Serve a model on vLLM with the routers of a run; every other option is vLLM's own (vllm serve --help).
 
     Clients ask by extra_body={"uncertainty": true}. /vmoer is a page to try it, /metrics has histograms of the signals.
     """
     quiet()
-    command = launch.prepare(model, router, threshold, context.args)
+    command = launch.prepare(model, router, threshold, context.args, calibrated=not no_calibrator)
     os.execve(command.arguments[0], command.arguments, command.environment)

@@ -3,7 +3,7 @@
 `vllm serve --middleware vmoer.serving.api.Uncertainty` imports this module, which then wraps four places of vLLM's:
 
     RequestState      each output carries its request's rows, which vLLM shows only at the end
-    AsyncLLM          the prompt's rows stay in the worker, unless they are asked for
+    AsyncLLM          the prompt's rows stay in the worker, unless they are asked for; letters of options are asked for
     chat, completion  what is asked is read from the request, and put into the response, whole or streamed
 """
 
@@ -23,15 +23,20 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import RequestState
 
 from vmoer.errors import InputError
+from vmoer.saved import calibrator
 from vmoer.serving import metrics
+from vmoer.serving.options import options
 from vmoer.serving.rows import unpack
 from vmoer.serving.values import Answer, Asked, Threshold, Values, joined, parse, tokens_of
+from vmoer.tasks.prompt import letter_ids
 
 SETTINGS = "VMOER_SERVING"
-"""The environment variable by which `vmoer serve` tells this process the threshold."""
+"""The environment variable by which `vmoer serve` tells this process the threshold and the calibrator."""
 _settings = json.loads(os.environ.get(SETTINGS, "{}"))
 THRESHOLD = Threshold(**_settings["threshold"]) if _settings.get("threshold") else None
-_with_prompt = contextvars.ContextVar("vmoer_with_prompt", default=False)
+CALIBRATOR = calibrator.checked(_settings["calibrator"], SETTINGS) if _settings.get("calibrator") else None
+_wanted: contextvars.ContextVar[tuple[bool, list[int]]] = contextvars.ContextVar("vmoer_wanted", default=(False, []))
+"""Of the request under way: whether the prompt's rows are asked for, and the tokens of its options' letters."""
 Array = npt.NDArray[Any]
 
 
@@ -55,8 +60,8 @@ class Cursor:
 class Reader:
     """Reads the choices of one response from vLLM's outputs as they pass by."""
 
-    def __init__(self, asked: Asked | None) -> None:
-        self.asked = asked
+    def __init__(self, asked: Asked | None, letters: list[int]) -> None:
+        self.asked, self.letters = asked, letters
         self.cursors: dict[int, Cursor] = {}
         self.answers: dict[int, Answer] = {}
         self.fresh: dict[int, list[Values]] = {}
@@ -73,8 +78,14 @@ class Reader:
             prompt = cursor.take(lead) if first else chunks[0][:0]
             answer = self.answers.setdefault(index, Answer(self.asked, THRESHOLD))
             self.fresh.setdefault(index, []).append(answer.add(prompt, cursor.take(len(out.token_ids))))
+            if first and self.letters:
+                chances = options([out.logprobs[0][letter].logprob for letter in self.letters], CALIBRATOR)
+                self.fresh[index].append(answer.choose(chances))
         if out.finish_reason is not None and index in self.answers:
-            self.fresh.setdefault(index, []).append(self.answers[index].end())
+            end = self.answers[index].end()
+            self.fresh.setdefault(index, []).append(end)
+            if THRESHOLD is not None and THRESHOLD.on_options:  # others are counted whether anybody asked or not
+                metrics.judge(end)
 
     def give(self, index: int) -> Values:
         """What is new for a choice."""
@@ -94,6 +105,14 @@ class Reader:
 
 def _asked(request: Any) -> Asked | None:
     return parse((request.model_extra or {}).get("uncertainty"))
+
+
+_letter_ids = functools.lru_cache(letter_ids)
+
+
+def _letters(serving: Any, asked: Asked | None) -> list[int]:
+    """The tokens of the letters, where a question has options."""
+    return _letter_ids(serving.renderer.tokenizer, asked.options) if asked and asked.options else []
 
 
 # -- where rows come from ----------------------------------------------------------------------------------------------
@@ -121,8 +140,11 @@ def _output_with_rows(self: Any, *args: Any, **kwargs: Any) -> Any:
 def _generate_with_rows(self: Any, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
     """Rows from the prompt's last token on, where the first new token is chosen; all of them where the prompt's are asked for."""
     tokens = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
+    whole, letters = _wanted.get()
     if tokens:
-        sampling_params.routed_experts_prompt_start = 0 if _with_prompt.get() else len(tokens) - 1
+        sampling_params.routed_experts_prompt_start = 0 if whole else len(tokens) - 1
+    if letters:
+        sampling_params.logprob_token_ids = letters
     return _generate(self, prompt, sampling_params, *args, **kwargs)
 
 
@@ -145,13 +167,18 @@ def _checked(own: Callable[..., Any]) -> Callable[..., Any]:
             asked = _asked(request)
             if asked and request.use_beam_search:
                 raise InputError("uncertainty is not known for beam search")
+            letters = _letters(self, asked)
+            if letters and request.logprobs is not None and request.logprobs is not False:
+                raise InputError("uncertainty: options and logprobs cannot be asked for at once")
+            if letters and CALIBRATOR is not None:
+                CALIBRATOR.check_options([len(letters)])
         except InputError as error:
             return self.create_error_response(str(error))
-        token = _with_prompt.set(asked is not None and asked.prompt)
+        token = _wanted.set((asked is not None and asked.prompt, letters))
         try:
             return await own(self, request, *args, **kwargs)
         finally:
-            _with_prompt.reset(token)
+            _wanted.reset(token)
 
     return create
 
@@ -168,7 +195,7 @@ async def _chat(self: Any, request: Any, results: AsyncIterator[Any], *args: Any
 
     response = await _chat_whole(self, request, passing(), *args, **kwargs)
     if asked and last is not None and hasattr(response, "choices"):
-        reader = Reader(asked)
+        reader = Reader(asked, _letters(self, asked))
         for out in last.outputs:
             reader.read(out.index, out)
         for choice in response.choices:
@@ -180,7 +207,8 @@ async def _chat(self: Any, request: Any, results: AsyncIterator[Any], *args: Any
 async def _chat_events(
     self: Any, request: Any, results: AsyncIterator[Any], *args: Any, **kwargs: Any
 ) -> AsyncIterator[str]:
-    reader = Reader(_asked(request))
+    asked = _asked(request)
+    reader = Reader(asked, _letters(self, asked))
 
     async def passing() -> AsyncIterator[Any]:
         async for result in results:
@@ -196,7 +224,7 @@ async def _chat_events(
 def _text(self: Any, batch: list[Any], request: Any, *args: Any, **kwargs: Any) -> Any:
     response = _text_whole(self, batch, request, *args, **kwargs)
     if asked := _asked(request):
-        reader = Reader(asked)
+        reader = Reader(asked, _letters(self, asked))
         outputs = [out for result in batch for out in result.outputs]
         for choice, out in zip(response.choices, outputs, strict=True):
             reader.read(choice.index, out)
@@ -208,7 +236,8 @@ def _text(self: Any, batch: list[Any], request: Any, *args: Any, **kwargs: Any) 
 async def _text_events(
     self: Any, request: Any, inputs: Any, results: AsyncIterator[Any], *args: Any, **kwargs: Any
 ) -> AsyncIterator[str]:
-    reader = Reader(_asked(request))
+    asked = _asked(request)
+    reader = Reader(asked, _letters(self, asked))
 
     async def passing() -> AsyncIterator[Any]:
         async for number, result in results:

@@ -22,7 +22,8 @@ from vmoer.errors import InputError
 from vmoer.evaluation.threshold import read_threshold
 from vmoer.inference.operator import unfit
 from vmoer.models import embedded, skeleton
-from vmoer.saved import merged
+from vmoer.saved import calibrator, merged
+from vmoer.saved.calibrator import Stored
 from vmoer.saved.fetch import locate
 from vmoer.saved.store import Saved, read_folder
 from vmoer.saved.weights import router_hash
@@ -40,21 +41,25 @@ class Command(NamedTuple):
     environment: dict[str, str]
 
 
-def prepare(model: str, run: str, threshold: Path | None, options: Sequence[str]) -> Command:
+def prepare(
+    model: str, run: str, threshold: Path | None, options: Sequence[str], *, calibrated: bool = True
+) -> Command:
     """The command that serves a model with the routers of a run; an error in one line where that cannot be.
 
     Args:
         model: a hub id or a folder, as vLLM takes it.
         options: vLLM's own.
+        calibrated: whether options' probabilities go through the run's calibrator, where it has one.
     """
     check_vllm()
     given = _read(options)
     if given.pipeline_parallel_size > 1:
         raise InputError("signals do not come through pipeline parallelism: use --tensor-parallel-size")
-    chosen = _threshold(threshold) if threshold else None
     saved = read_folder(locate(run))
     if reason := unfit(saved.config):
         raise InputError(f"{run} cannot be served: {reason}")
+    stored = _calibrator(saved) if calibrated else None
+    chosen = _threshold(threshold, stored) if threshold else None
     path = embedded(model) or model
     merged.check(path, saved)
     check_model(path, saved)
@@ -64,7 +69,7 @@ def prepare(model: str, run: str, threshold: Path | None, options: Sequence[str]
     arguments += ["--load-format", "vmoer", "--model-loader-extra-config", json.dumps(extra)]
     arguments += ["--enable-return-routed-experts", "--middleware", "vmoer.serving.api.Uncertainty", *given.rest]
     arguments += ["--port", str(given.port)] + (["--host", given.host] if given.host else [])
-    settings = {"threshold": chosen and vars(chosen)}
+    settings = {"threshold": chosen and vars(chosen), "calibrator": stored and stored.file}
     return Command(arguments, {"VLLM_USE_V2_MODEL_RUNNER": "1", **os.environ, "VMOER_SERVING": json.dumps(settings)})
 
 
@@ -111,10 +116,26 @@ def _read(options: Sequence[str]) -> _Given:
     return given
 
 
-def _threshold(path: Path) -> Threshold:
+def _calibrator(saved: Saved) -> Stored | None:
+    """The run's own; a server answers in one pass."""
+    stored = calibrator.of(saved)
+    try:
+        if stored is not None:
+            stored.check_averaging("router", 1)
+    except InputError as error:
+        raise InputError(f"{saved.folder} cannot be served: {error}: give --no-calibrator") from None
+    return stored
+
+
+def _threshold(path: Path, stored: Stored | None) -> Threshold:
     found = read_threshold(path).file
     names = ("form", "signal", "threshold", "risk", "confidence")
-    return Threshold(**{name: found[name] for name in names})
+    chosen = Threshold(**{name: found[name] for name in names}, calibrated="calibrator" in found)
+    if chosen.on_options and chosen.calibrated and found["calibrator"] != (stored and stored.digest):
+        raise InputError("the threshold was chosen with another calibrator than the run has: run vmoer threshold again")
+    if chosen.on_options and found.get("averaging") not in (None, "router"):
+        raise InputError(f"the threshold is for averaging {found['averaging']}, and a server answers in one pass")
+    return chosen
 
 
 def check_model(path: str, saved: Saved) -> None:

@@ -37,7 +37,7 @@ def merge(run: str, out: Path, *, dtype: str | None = None) -> Path:
         model.save_pretrained(scratch)  # the routers' parameters stay out of it
         opened.tokenizer.save_pretrained(scratch)
         merged.note(scratch, saved)
-        save(model, scratch)
+        save(model, scratch, calibrator=opened.calibrator and opened.calibrator.file)
         os.replace(scratch, out.resolve())
     return out
 

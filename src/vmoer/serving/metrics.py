@@ -3,7 +3,8 @@
 vmoer_sequence{signal}      histogram of an answer's mean of each signal
 vmoer_first_token{signal}   histogram of each signal where the first token was chosen: what the model made of the prompt
 vmoer_answers_total         finished answers
-vmoer_abstained_total       those above the threshold, where the server has one
+vmoer_judged_total          those that were held against the threshold, where the server has one
+vmoer_abstained_total       those above it
 """
 
 from prometheus_client import Counter, Histogram
@@ -17,6 +18,7 @@ _first = Histogram(
     "vmoer_first_token", "A signal where an answer's first token was chosen", ["signal"], buckets=_BUCKETS
 )
 _answers = Counter("vmoer_answers", "Finished answers")
+_judged = Counter("vmoer_judged", "Answers held against the threshold")
 _abstained = Counter("vmoer_abstained", "Answers above the threshold")
 
 
@@ -28,5 +30,12 @@ def observe(tokens: Values, threshold: Threshold | None) -> None:
             _sequence.labels(name).observe(scores[f"mean_{name}"])
             _first.labels(name).observe(values[0])
     _answers.inc()
-    if threshold is not None and threshold.verdict(tokens).get("abstain"):
-        _abstained.inc()
+    if threshold is not None:
+        judge(threshold.verdict(tokens))
+
+
+def judge(verdict: Values) -> None:
+    """Count what the threshold said of an answer, where it said anything."""
+    if "abstain" in verdict:
+        _judged.inc()
+        _abstained.inc(verdict["abstain"])

@@ -4,6 +4,7 @@ tokens      a number for each token of the answer and each signal: the mean over
 sequence    `mean_` and `max_` of each over the answer, as `vmoer.generate` has them
 layers      on request: the same layer by layer, and the experts
 prompt      on request: a number for each token of the prompt
+options     on request: the probabilities of a question's options
 abstain     where the server has a threshold
 """
 
@@ -14,10 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 from vmoer.errors import InputError, short, unknown
+from vmoer.serving import options
+from vmoer.serving.options import Options
 from vmoer.serving.rows import SIGNALS, Rows, unpack
+from vmoer.tasks import LETTERS
 
 Values = dict[str, Any]
-_FORMS = "true, a list of signals, or an object with signals, layers and prompt"
+_FORMS = "true, a list of signals, or an object with signals, layers, prompt and options"
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,8 @@ class Asked:
     signals: tuple[str, ...] = SIGNALS
     layers: bool = False
     prompt: bool = False
+    options: int = 0
+    """How many options the question has, if any."""
 
 
 def parse(asked: Any) -> Asked | None:
@@ -39,7 +45,7 @@ def parse(asked: Any) -> Asked | None:
         asked = {"signals": asked}
     if not isinstance(asked, dict):
         raise InputError(f"uncertainty={short(asked)}: give {_FORMS}")
-    if odd := sorted(asked.keys() - {"signals", "layers", "prompt"}):
+    if odd := sorted(asked.keys() - {"signals", "layers", "prompt", "options"}):
         raise InputError(f"uncertainty has {short(odd[0])}: give {_FORMS}")
     signals = asked.get("signals", list(SIGNALS))
     if not isinstance(signals, list):
@@ -50,7 +56,10 @@ def parse(asked: Any) -> Asked | None:
     for name in ("layers", "prompt"):
         if not isinstance(asked.get(name, False), bool):
             raise InputError(f"uncertainty: {name}={short(asked[name])} is neither true nor false")
-    return Asked(tuple(signals), asked.get("layers", False), asked.get("prompt", False))
+    count = asked.get("options", 0)
+    if type(count) is not int or ("options" in asked and not 2 <= count <= len(LETTERS)):
+        raise InputError(f"uncertainty: options={short(count)} is no number of options from 2 to {len(LETTERS)}")
+    return Asked(tuple(signals), asked.get("layers", False), asked.get("prompt", False), count)
 
 
 @dataclass(frozen=True)
@@ -62,20 +71,31 @@ class Threshold:
     threshold: float
     risk: float
     confidence: float
+    calibrated: bool = False
+    """Whether it was chosen on probabilities that had gone through the run's calibrator."""
 
     def __post_init__(self) -> None:
-        known = SIGNALS if self.form == "letters" else [f"{how}_{name}" for how in ("mean", "max") for name in SIGNALS]
+        known = [*options.SIGNALS, *SIGNALS]
+        if self.form != "letters":
+            known = [f"{how}_{name}" for how in ("mean", "max") for name in SIGNALS]
         if self.signal not in known:
             raise InputError(f"the server does not compute {self.signal}: run vmoer threshold --signal {known[-1]}")
 
-    def value(self, tokens: Values) -> float | None:
+    @property
+    def on_options(self) -> bool:
+        """Whether it decides only where a question's options are known."""
+        return self.signal in options.SIGNALS
+
+    def value(self, tokens: Values, chances: Options | None) -> float | None:
         """What the threshold is on. A letter is the first token of its answer."""
+        if self.on_options:
+            return chances and (chances.calibrated if self.calibrated else chances.own)[self.signal]
         if self.form == "letters":
             return float(tokens[self.signal][0]) if tokens.get(self.signal) else None
         return sequence(tokens).get(self.signal)
 
-    def verdict(self, tokens: Values) -> Values:
-        value = self.value(tokens)
+    def verdict(self, tokens: Values, chances: Options | None = None) -> Values:
+        value = self.value(tokens, chances)
         if value is None:
             return {}
         about = {"signal": self.signal, "value": value, "threshold": self.threshold}
@@ -116,7 +136,13 @@ class Answer:
     def __init__(self, asked: Asked, threshold: Threshold | None) -> None:
         self.asked, self.threshold = asked, threshold
         self.tokens: dict[str, list[float]] = {}
+        self.chances: Options | None = None
         self._first = True
+
+    def choose(self, chances: Options) -> Values:
+        """The options' probabilities, where the answer starts."""
+        self.chances = chances
+        return {"options": chances.said}
 
     def add(self, prompt: npt.NDArray[Any], rows: npt.NDArray[Any]) -> Values:
         """What is new for the client with these tokens. `prompt` are the rows of its tokens but the last, given once."""
@@ -135,7 +161,7 @@ class Answer:
     def end(self) -> Values:
         """What is known once the answer is finished."""
         scores = sequence({name: self.tokens[name] for name in self.asked.signals if name in self.tokens})
-        return {"sequence": scores} | (self.threshold.verdict(self.tokens) if self.threshold else {})
+        return {"sequence": scores} | (self.threshold.verdict(self.tokens, self.chances) if self.threshold else {})
 
 
 def joined(parts: list[Values]) -> Values:
