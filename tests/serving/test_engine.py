@@ -22,6 +22,8 @@ from vmoer.serving.rows import Rows, unpack
 pytestmark = pytest.mark.serving
 HERE = Path(__file__).parent
 METHODS = ("vglr-mf", "vglr-lr", "laplace", "map", "mcdr", "swag")
+BACKEND = {f"{name}, transformers": name for name in served.CONFIGS}
+"""The same models through vLLM's Transformers backend."""
 
 
 def run_cases(spec: dict[str, Any], out: Path, multiprocessing: bool = False, seconds: int = 600) -> None:
@@ -44,7 +46,7 @@ def runs(work: Path, granite: tuple[Path, Path]) -> dict[str, tuple[Path, Path]]
             found[name] = base, served.train(base, "vglr-fc", work / f"{name}-vglr-fc")
     for method in METHODS:
         found[method] = granite[0], served.train(granite[0], method, work / f"granite-{method}")
-    return found
+    return found | {case: found[name] for case, name in BACKEND.items()}
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +56,8 @@ def answers(work: Path, runs: dict[str, tuple[Path, Path]]) -> Path:
         name: {"model": str(base), "router": str(run), "rounds": [served.PROMPTS], "sampled": [served.PROMPTS]}
         for name, (base, run) in runs.items()
     }
+    for case in BACKEND:
+        spec[case]["options"] = {"model_impl": "transformers"}
     base, run = runs["granite"]
     spec["plain"] = {"model": str(base), "router": None, "rounds": [], "sampled": [served.PROMPTS]}
     about = {"model": str(base), "router": str(run)}
@@ -85,13 +89,20 @@ def assert_as_recorded(
             assert np.array_equal(np.sort(rows.experts[:, served.LAYERS], -1), theirs)
 
 
-@pytest.mark.parametrize("case", [*served.CONFIGS, *METHODS])
+@pytest.mark.parametrize("case", [*served.CONFIGS, *METHODS, *BACKEND])
 def test_tokens_experts_and_signals_are_those_of_transformers(
     case: str, runs: dict[str, tuple[Path, Path]], answers: Path
 ) -> None:
     expected = served.recorded(*runs[case], served.PROMPTS)
     assert len({tuple(row) for want in expected for row in np.array(want["experts"])[:, 0].tolist()}) > 3
     assert_as_recorded(answers, case, 0, expected)
+
+
+def test_the_transformers_backend_chose_experts_in_both_ways(answers: Path) -> None:
+    """By vLLM's router and by the model's own. Oracle: what vLLM says of it."""
+    said = (answers / "log").read_text()
+    assert "(external routing)" in said
+    assert "(internal routing)" in said
 
 
 def replayed(model: Any, ids: list[list[int]], rows: list[np.ndarray], new: int) -> list[np.ndarray]:
@@ -105,7 +116,7 @@ def replayed(model: Any, ids: list[list[int]], rows: list[np.ndarray], new: int)
     return list(found.squeeze(-1).numpy())
 
 
-@pytest.mark.parametrize("case", ["plain", *served.CONFIGS, *METHODS])
+@pytest.mark.parametrize("case", ["plain", *served.CONFIGS, *METHODS, *BACKEND])
 def test_a_sampled_text_replayed_in_transformers_has_its_probabilities(
     case: str, runs: dict[str, tuple[Path, Path]], answers: Path
 ) -> None:

@@ -6,12 +6,13 @@
 
 `vmoer serve` writes that line. The routers are attached when the weights are there and before anything is profiled, compiled or
 captured. A runner of experts takes on a subclass of its class, as a router does in transformers, and hands averaged logits on:
-vLLM's own Top-K, load balancing, parallelism and kernels stay as they are.
+vLLM's own Top-K, load balancing, parallelism and kernels stay as they are. Where the Transformers backend leaves the choice of
+experts to the model's own router, that router takes on the subclass.
 """
 
 import dataclasses
 import logging
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,9 @@ from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.model_loader import get_model_loader, register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
+from vmoer import gates
 from vmoer.errors import AttachError, InputError
+from vmoer.gates import Gate
 from vmoer.gates.rules import Score
 from vmoer.inference import operator
 from vmoer.routers import Router
@@ -104,42 +107,58 @@ def attach(model: nn.Module, saved: Saved, weights: dict[int, Tensor], vllm_conf
     if not runners:
         raise AttachError(f"{type(model).__name__} has no MoE router: it is a dense model, or vLLM runs it differently")
     routers: dict[int, Router] = {}
+    seams: dict[int, Seam] = {}
     for layer in map(int, saved.config.layers):
         if layer not in runners:
             raise AttachError(f"{saved.folder} has a router for layer {layer}, which has none in this model")
         if layer not in weights:
             raise AttachError(f"layer {layer} has no router weight [experts, hidden] that could be found")
         _check(saved, layer, weights[layer])
-        routers[layer] = _router(saved, layer, runners[layer][1], weights[layer])
+        seams[layer] = seam = _seam(model, layer, *runners[layer])
+        gate = operator.logits_gate(seam.score, *seam.experts, weights[layer].shape[1])
+        routers[layer] = saved.config.router(saved.config, gate, weights[layer], layer, weights[layer].device)
     fill(routers, saved.tensors, saved.folder)
     device = next(iter(routers.values())).novelty_root_RD.device
     tokens = vllm_config.scheduler_config.max_num_batched_tokens
     _kept = Kept(tokens, vllm_config.model_config.get_total_num_hidden_layers(), device)
     operator.forget()
     for layer, router in routers.items():
-        name, runner = f"vllm.{layer}", runners[layer][1]
+        name, (module, _, _, own) = f"vllm.{layer}", seams[layer]
         hosted = operator.host(name, router, weights[layer], vllm_config.model_config.dtype)
         places = torch.tensor([SIGNALS.index(signal) for signal in hosted.signals], device=device)
         # not submodules: weight loaders, reloads and quantisation never see them
-        object.__setattr__(runner, "vmoer", (name, layer, router.gate.hidden_size, places))
-        runner.__class__ = _variational(type(runner))
+        object.__setattr__(module, "vmoer", Attached(name, layer, router.gate.hidden_size, places, own))
+        module.__class__ = _variational(type(module))
     _log.info("vmoer: %s on layers %s of %s", saved.config.key, list(routers), type(model).__name__)
 
 
-def _router(saved: Saved, layer: int, runner: Any, weight_ND: Tensor) -> Router:
-    """The method at a layer, not yet filled."""
+class Seam(NamedTuple):
+    """Where a layer's logits are averaged."""
+
+    module: nn.Module
+    """A runner of vLLM's, or the model's own router."""
+    score: Score
+    experts: tuple[int, int]
+    """How many there are, and how many a token takes."""
+    gate: Gate | None
+    """Of the model's own router."""
+
+
+def _seam(model: nn.Module, layer: int, path: str, runner: Any) -> Seam:
     theirs = runner.router
-    if hasattr(runner, "_moe_state"):
-        raise AttachError(
-            "the Transformers backend routes outside vLLM's experts here: use vLLM's own class of this model"
-        )
+    if hasattr(runner, "_moe_state"):  # of the Transformers backend: experts come in that the model's own router chose
+        found = next((x for x in gates.find(model) if path.startswith(f"{x.path.rpartition('.')[0]}.")), None)
+        if found is None or found.reason:
+            reason = f"{found.path} ({found.kind}): {found.reason}" if found else f"no router is known beside {path}"
+            raise AttachError(f"layer {layer} of the Transformers backend cannot be attached, {reason}")
+        gate = Gate.probe(found)
+        return Seam(found.router, gate.scoring.score, (gate.num_experts, gate.scoring.k), gate)
     if not isinstance(theirs, BaseRouter) or isinstance(theirs, CustomRoutingRouter):
         raise AttachError(
             f"layer {layer} routes by {type(theirs).__name__}, and only known scores of logits can be averaged"
         )
     score = cast(Score, getattr(theirs, "scoring_func", "softmax"))
-    gate = operator.logits_gate(score, theirs.global_num_experts, theirs.top_k, weight_ND.shape[1])
-    return saved.config.router(saved.config, gate, weight_ND, layer, weight_ND.device)
+    return Seam(runner, score, (theirs.global_num_experts, theirs.top_k), None)
 
 
 def _check(saved: Saved, layer: int, weight_ND: Tensor) -> None:
@@ -148,23 +167,45 @@ def _check(saved: Saved, layer: int, weight_ND: Tensor) -> None:
         raise InputError(f"{saved.folder} was trained on another base model: its router weights differ from this one's")
 
 
+class Attached(NamedTuple):
+    """What a module knows of the router that is attached to it."""
+
+    name: str
+    layer: int
+    hidden_size: int
+    places: Tensor
+    gate: Gate | None
+
+
+def _routed(attached: Attached, states_TD: Tensor, logits_TN: Tensor) -> Tensor:
+    """Averaged logits; the signals are kept."""
+    averaged_TN, signals_TG = torch.ops.vmoer.route(states_TD[:, : attached.hidden_size], logits_TN, attached.name)
+    if _kept is not None:
+        _kept.put(attached.layer, attached.places, signals_TG)
+    return cast(Tensor, averaged_TN)
+
+
 _CLASSES: dict[type, type] = {}
 
 
 def _variational(base: Any) -> Any:
-    """The subclass of a runner's class, made once."""
+    """The subclass of a runner's or a router's class, made once."""
     if base in _CLASSES:
         return _CLASSES[base]
 
     def _maybe_dispatch(self: Any, hidden_states: Tensor, router_logits: Tensor) -> tuple[Tensor, Tensor]:
         """After the gate and before tokens go to other ranks: each rank averages for its own."""
-        name, layer, hidden, places = self.vmoer
-        averaged_TN, signals_TG = torch.ops.vmoer.route(hidden_states[:, :hidden], router_logits, name)
-        if _kept is not None:
-            _kept.put(layer, places, signals_TG)
+        averaged_TN = _routed(self.vmoer, hidden_states, router_logits)
         return cast(tuple[Tensor, Tensor], base._maybe_dispatch(self, hidden_states, averaged_TN))
 
-    _CLASSES[base] = type(base.__name__, (base,), {"_maybe_dispatch": _maybe_dispatch, "__module__": base.__module__})
+    def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The router's own answer, with averaged logits and what follows from them in it."""
+        out, gate = base.forward(self, hidden_states, *args, **kwargs), self.vmoer.gate
+        averaged_TN = _routed(self.vmoer, hidden_states.reshape(-1, gate.hidden_size), gate.logits(out))
+        return gate.route(self, out, averaged_TN, averaged_TN, gate.bias(self, args, kwargs))[0]
+
+    own = {"_maybe_dispatch": _maybe_dispatch} if issubclass(base, MoERunner) else {"forward": forward}
+    _CLASSES[base] = type(base.__name__, (base,), own | {"__module__": base.__module__})
     return _CLASSES[base]
 
 
