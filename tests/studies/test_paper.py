@@ -200,11 +200,11 @@ def test_bad_input_is_one_line(
     assert message in line
 
 
-def smallest(monkeypatch: pytest.MonkeyPatch, questions: int = 12) -> None:
+def smallest(monkeypatch: pytest.MonkeyPatch, questions: int = 12, preset: str = "paper") -> None:
     """Two steps of stage 2, and as few questions of every split."""
     load = tasks.load
-    small = dataclasses.replace(presets.PAPER, stage2=Plan(epochs=2))
-    monkeypatch.setitem(presets.PRESETS, "paper", small)
+    small = dataclasses.replace(presets.PRESETS[preset], stage2=Plan(epochs=2))
+    monkeypatch.setitem(presets.PRESETS, preset, small)
     monkeypatch.setattr(
         tasks, "load", lambda *a, **k: load(*a, **k | {"limit": min(k.get("limit") or questions, questions)})
     )

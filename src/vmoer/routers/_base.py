@@ -105,7 +105,8 @@ class Config:
     @property
     def search(self) -> Search | None:
         """The setting that validation chooses: the weight of the KL, where there is one and something is trained."""
-        return Search("beta", BETAS) if self.trains and hasattr(self, "beta") else None
+        beta: float | None = getattr(self, "beta", None) if self.trains else None
+        return None if beta is None else Search("beta", tuple(sorted({*BETAS, beta})))
 
     @property
     def snapshots(self) -> int:

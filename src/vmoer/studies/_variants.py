@@ -137,7 +137,7 @@ def prepare(study: Study, label: str, seed: int, *, layers: str | None = None) -
             attach(opened.model, Deterministic())
         return merged(opened)
     trained = label.partition("+")[0]
-    folder = study.out / "runs" / f"{trained}{f'-{layers}' if layers else ''}-s{seed}".replace(":", "")
+    folder = study.out / "runs" / _run_name(trained, seed, layers)
     train_label(study, trained, out=folder, seed=seed, layers=layers, from_map=source)
     return merged(open_model(folder, device=study.device, dtype=study.dtype))
 
@@ -157,6 +157,7 @@ def moe_layers(model: str) -> int:
 
 def first_stage(study: Study, label: str, seed: int) -> tuple[Cell, ...]:
     """Stage 1 that a label is trained from, as the cell that its own cell needs."""
+    _check_setting(study, label, seed)
     if study.stage1.epochs == 0 and parse(label)[0] in STATES:
         return ()  # these are embedded
     return (stage1_cell(_source(study, label, seed), seed, partial(_first_stage, study, label, seed)),)
@@ -166,6 +167,11 @@ def stage1_cell(run: Path, seed: int, work: Callable[[], list[Row]]) -> Cell:
     return Cell(
         "stage 1", {"method": run.name.removesuffix(f"-s{seed}"), "seed": seed}, work, leaves=(run / manifest.NAME,)
     )
+
+
+def _run_name(label: str, seed: int, layers: str | None = None) -> str:
+    """The folder of a label's run, of the preset's layers or of others."""
+    return f"{label.partition('+')[0]}{f'-{layers}' if layers else ''}-s{seed}".replace(":", "")
 
 
 def _source(study: Study, label: str, seed: int) -> Path:
@@ -205,13 +211,10 @@ def train_label(
         return
     key, preset, _ = parse(label)
     own = PRESETS[preset]
-    chosen: str | Config = config_of(label) if key in controls() else key
     if key == "map":
         layers = "all"
     elif own.paper_splits and layers is None:
         layers, _ = preset_layers(own, study.model)
-    if study.transfer_from is not None and isinstance(chosen, str):
-        chosen = _transferred(study.transfer_from, out.name, config_of(label))
     printed = preset.startswith("printed") and study.stage1.epochs > 0
     stages = Stages(
         stage1=own.stage1 if printed else study.stage1,
@@ -226,7 +229,7 @@ def train_label(
     how: dict[str, Any] = {"data": data, "seed": seed + OTHER * member_of(label), "dtype": study.dtype}
     with alone(out):
         train(
-            *(study.model, study.task, chosen),
+            *(study.model, study.task, _chosen(study, label, seed)),
             out=out,
             preset=preset,
             layers=layers,
@@ -236,15 +239,36 @@ def train_label(
         )
 
 
-def _transferred(source: Path, run: str, config: Config) -> Config:
-    """The method with what was searched on another model, untuned on this one."""
-    folder = source / "runs" / run
+def _chosen(study: Study, label: str, seed: int) -> str | Config:
+    """What a label is trained with: a control's own configuration, one with what was searched on another model, or a key."""
+    key, config = parse(label)[0], config_of(label)
+    if key in controls():
+        return config
+    if study.transfer_from is None or config.search is None:
+        return key
+    folder = (
+        study.transfer_from / "runs" / _run_name(label, seed)
+    )  # of whichever layers: a setting is chosen for a task
     if not manifest.complete(folder):
         raise InputError(f"nothing to transfer: {folder / manifest.NAME} is missing")
-    if config.search is None:
-        return config
-    name = config.search.name
-    return dataclasses.replace(config, **{name: read_run(folder)["config"][name]})
+    return dataclasses.replace(config, **{config.search.name: read_run(folder)["config"][config.search.name]})
+
+
+def _check_setting(study: Study, label: str, seed: int) -> None:
+    """Refuse, before anything is trained, settings that cannot be transferred, and finished runs with other ones.
+
+    A finished run is taken as it is: asked for a search, or for another study's settings, it would pass for one that has them.
+    """
+    chosen, folder = _chosen(study, label, seed), study.out / "runs" / _run_name(label, seed)
+    config = config_of(label) if isinstance(chosen, str) else chosen
+    if config.search is None or not manifest.complete(folder):
+        return
+    run, name = read_run(folder), config.search.name
+    value, searched = run["config"][name], bool(run["stage2"].get("search"))
+    always = config.search.always and isinstance(chosen, str)
+    if searched != searches(study, label) or not (searched or always or value == getattr(config, name)):
+        how = ", searched" if searched else ""
+        raise InputError(f"{folder} was trained with {name} = {value}{how}: give other settings another --out")
 
 
 def predict_label(

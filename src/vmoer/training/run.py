@@ -87,7 +87,7 @@ def train(
     Args:
         model: a hub id, a local folder, or `demo`.
         task: a built-in task, or the path of a JSONL file.
-        method: a key, configured by the preset, or a configuration.
+        method: a key, configured by the preset, or a configuration, of which nothing is searched unless `stages` says so.
         out: the run folder.
         layers: written as `all`, `susceptible:10` or `0,3,5`.
         seed: of training; that of the splits is in `data`.
@@ -263,7 +263,7 @@ def _second_stage(run: Request, questions: _Questions, running: Running) -> None
     how: dict[str, Any] = {"objective": stages.objective, "passes": stages.passes, "plan": run.plan, "seed": run.seed}
     how |= {"settings": settings, "running": running}
     folder, tried = run.out, None
-    if stages.search or (config.search and config.search.always):
+    if stages.search or (config.search and config.search.always and isinstance(run.method, str)):
         config, folder, tried = search_stage2(opened.model, fresh, valid, config, folder=run.out / "search", **how)
     outcome = stage2(opened.model, fresh, valid, config, folder=folder, **how)
     about: dict[str, Any] = {
