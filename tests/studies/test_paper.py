@@ -17,6 +17,7 @@ from vmoer.bench.geometries import GEOMETRIES
 from vmoer.errors import InputError
 from vmoer.report import paper as tables
 from vmoer.report.rows import only, paper_models
+from vmoer.report.rows import paper as printed
 from vmoer.studies import Study, _paper_cost, _variants, paper
 from vmoer.studies._labels import with_preset
 from vmoer.training import presets
@@ -111,10 +112,38 @@ def test_the_printed_value_stands_beside_ours() -> None:
     }
 
 
+def test_every_printed_number_of_tables_1_and_2_has_its_place() -> None:
+    """Oracle: the paper's rows themselves, 202 of each model, against the texts in the columns named `paper`."""
+    shown = 0
+    for short, hub in paper_models().items():
+        theirs = [row for row in printed() if row["model"] == short and row["study"] in ("calibration", "ood")]
+        ours = [
+            dict.fromkeys(("study", "split", "signal", "seed", "low", "high", "source"))
+            | {"model": hub, "value": 0.5, "method": f"{row['method']}@paper"}
+            | {name: row[name] for name in ("task", "metric")}
+            | ({"source": "openbookqa", "signal": paper.SIGNALS[row["signal"]]} if row["study"] == "ood" else {})
+            for row in theirs
+        ]
+        found = []
+        for table in tables.section(paper.compare(ours, hub)).tables:
+            places = [i for i, name in enumerate(table.columns) if name == "paper"]
+            found += [line[i].text.rstrip(tables.MARK) for line in table.rows for i in places]
+        assert Counter(found) == Counter(f"{row['value']:.3f}" for row in theirs), short
+        shown += len(found)
+    assert shown == 606
+
+
+def test_the_ablation_is_marked_where_it_is_not_what_table_3_says() -> None:
+    """Oracle: Granite at noise 0.005 in the full version of Table 3, its most susceptible layers in the ablation."""
+    noisy = {row["method"]: row["value"] for row in only(printed(), study="stability", model="granite", gamma=0.005)}
+    for row in only(printed(), study="layer-placement", layers="susceptible", metric="jaccard_minus_map"):
+        gap = noisy[row["method"]] - noisy["map"]
+        assert (row.get("doubt") is None) == (abs(gap - row["value"]) < 0.0011)
+        assert row.get("doubt") in (None, f"the full version of Table 3 gives {gap:.3f}")
+
+
 def test_cells_that_cannot_be_right_are_marked() -> None:
     """Oracle: benchmarks/paper_tables.py, which computes what the metrics allow."""
-    from vmoer.report.rows import paper as printed
-
     lines = runpy.run_path(str(ROOT / "benchmarks" / "paper_tables.py"))["lines"]()
     expected = {(*name.split(), why.split()[0].lower()) for name, why in (line.split(": ", 1) for line in lines)}
     marked = {
@@ -247,13 +276,13 @@ def test_every_table_on_the_embedded_model(
     assert found == json.loads(GOLDEN.read_text())
     capsys.readouterr()
     assert cli.run(["report", str(tmp_path)]) == 0
-    printed = capsys.readouterr().out
+    said = capsys.readouterr().out
     markdown, page = (tmp_path / "report" / "tables.md").read_text(), (tmp_path / "report" / "index.html").read_text()
     for table in section.tables:
-        assert " ".join(table.title.split()) in " ".join(printed.split())
+        assert " ".join(table.title.split()) in " ".join(said.split())
         assert f"### {table.title}" in markdown
         assert (tmp_path / "report" / f"{table.name}.tex").exists()
-    for place in (printed, markdown, page, (tmp_path / "report" / "paper-1-openbookqa.tex").read_text()):
+    for place in (said, markdown, page, (tmp_path / "report" / "paper-1-openbookqa.tex").read_text()):
         assert "1.380" in place  # Granite's NLL on OpenBookQA
     assert r"0.650\textdagger{}" in (tmp_path / "report" / "paper-1-openbookqa.tex").read_text()
 
