@@ -165,7 +165,9 @@ def test_hours_and_memory_are_those_of_the_results() -> None:
         cost = _paper_cost.COSTS[short]
         (first,), (again,) = (only(rows, geometry=geometry, stage="stage 1") for rows in (own, recomputed["rows"]))
         assert cost.stage1 == pytest.approx(min(first["seconds"], again["seconds"]) / 2, abs=0.01)
-        assert cost.gb == round(first["peak_gb"], 1)
+        assert cost.gb == round(first["peak_gb"], 1) == round(max(row["peak_gb"] for row in own), 1)
+        rest = [row["peak_gb"] for row in own if row["stage"] != "stage 1"]
+        assert cost.gb_recompute == round(max(again["peak_gb"], *rest), 1)
         trained = [
             row["seconds"] / row["steps"] for row in only(own, stage="stage 2") if row["method"] not in UNTRAINED
         ]
@@ -215,6 +217,7 @@ def test_preset_paper_makes_every_label_the_papers(tmp_path: Path, capsys: pytes
     [
         (["paper", "--table", "5"], "choose 1, 2, 3, 4, ablation, motivation or all"),
         (["paper", "--methods", "map"], "leave out --ood, --methods and --preset"),
+        (["paper", "--table", "3", "--task", "demo"], "only Table 1 is of several, and takes --task"),
         (["paper", "--task", "arc_easy"], "unknown task of the paper's Table 1 'arc_easy'"),
         (["stability", "--table", "3", "--task", "demo"], "--table belongs to the study paper"),
         (["stability"], "the study stability needs a task"),

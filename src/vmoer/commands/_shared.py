@@ -49,6 +49,9 @@ PaperSplits = Annotated[bool, typer.Option("--paper-splits", help="Subsample eac
 SkipLong = Annotated[
     bool, typer.Option("--skip-long", help="Leave out questions longer than the model's context, and say how many.")
 ]
+Recompute = Annotated[
+    bool, typer.Option("--recompute", help="Less memory in stage 1, for one more forward pass: gradient checkpointing.")
+]
 Replace = Annotated[bool, typer.Option("--replace", help="Replace what another command left in the folder.")]
 NoCalibrator = Annotated[bool, typer.Option("--no-calibrator", help="Leave the run's calibrator out.")]
 

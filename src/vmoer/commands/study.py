@@ -8,7 +8,18 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from vmoer.commands._shared import DataRoot, Device, Dtype, check_device, listed, numbers, quiet, table, waiting
+from vmoer.commands._shared import (
+    DataRoot,
+    Device,
+    Dtype,
+    Recompute,
+    check_device,
+    listed,
+    numbers,
+    quiet,
+    table,
+    waiting,
+)
 from vmoer.errors import InputError, RunError
 from vmoer.files import locked
 from vmoer.studies import STUDIES, Cell, Study, _paper_cost, check_backend, grid, paper, run_study, summary
@@ -47,6 +58,7 @@ def study(
     data_root: DataRoot = None,
     device: Device = None,
     dtype: Dtype = None,
+    recompute: Recompute = False,
     workers: Annotated[int, typer.Option(help="Processes that cells are handed to.")] = 1,
     backend: Annotated[
         str, typer.Option(help="processes, or ray: a cluster whose machines all see --out.")
@@ -65,7 +77,8 @@ def study(
     quiet()
     check_device(device)
     settings: dict[str, Any] = {"passes": passes, "search": search, "transfer_from": transfer_from, "limit": limit}
-    settings |= {"data_root": None if data_root is None else str(data_root), "device": device, "dtype": dtype}
+    settings |= {"data_root": None if data_root is None else str(data_root)}
+    settings |= {"device": device, "dtype": dtype, "recompute": recompute}
     settings |= EMBEDDED if model == "demo" else {}
     preset = preset_named(preset).name
     _check_paper(name, task, table_, ood, methods, preset)

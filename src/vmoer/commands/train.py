@@ -11,7 +11,19 @@ from typing import Annotated, Any
 
 import typer
 
-from vmoer.commands._shared import Bars, DataRoot, Device, Dtype, Json, SkipLong, check_device, progress, quiet, table
+from vmoer.commands._shared import (
+    Bars,
+    DataRoot,
+    Device,
+    Dtype,
+    Json,
+    Recompute,
+    SkipLong,
+    check_device,
+    progress,
+    quiet,
+    table,
+)
 from vmoer.files import locked
 from vmoer.routers import methods
 from vmoer.training.presets import preset_layers, preset_named
@@ -33,9 +45,6 @@ NoisyStage1 = Annotated[bool, typer.Option("--noisy-stage1", help="The router's 
 Patience = Annotated[int | None, typer.Option(help="Epochs of stage 2 without a better state until it stops.")]
 Keep = Annotated[str | None, typer.Option(help="Of stage 2: best, trained (not epoch 0), or last.")]
 MicroBatch = Annotated[int | None, typer.Option(help="Questions a pass; the rest is accumulated.")]
-Recompute = Annotated[
-    bool, typer.Option("--recompute", help="Less memory in stage 1, for one more forward pass: gradient checkpointing.")
-]
 SkipNonfinite = Annotated[bool, typer.Option("--skip-nonfinite", help="Pass over such steps and count them.")]
 SystemPrompt = Annotated[str | None, typer.Option(help="In place of our own; whatever opens the run asks with it too.")]
 

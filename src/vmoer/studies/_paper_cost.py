@@ -27,18 +27,20 @@ SHIFTED = 2376 + 500 + 500 + 1534
 
 
 class Cost(NamedTuple):
-    """Seconds on an H200 of a step of 16 questions in either stage and of one question answered; the peak in GB."""
+    """Seconds on an H200 of a step of 16 questions in either stage and of one question answered; the peak in GB, with
+    `--recompute` that of stage 2, which is the larger one then."""
 
     stage1: float
     stage2: float
     answer: float
     gb: float
+    gb_recompute: float
 
 
 COSTS = {
-    "granite": Cost(1.67, 0.299, 0.0073, 22.9),
-    "qwen": Cost(1.58, 0.312, 0.0118, 66.0),
-    "deepseek": Cost(1.81, 0.385, 0.0143, 78.4),
+    "granite": Cost(1.67, 0.299, 0.0073, 22.9, 15.3),
+    "qwen": Cost(1.58, 0.312, 0.0118, 66.0, 40.2),
+    "deepseek": Cost(1.81, 0.385, 0.0143, 78.4, 47.4),
 }
 
 
@@ -110,7 +112,8 @@ def summary(study: Study) -> tuple[list[tuple[str, ...]], str]:
     search = " --search is not in it: it trains every value that it tries." if study.search else ""
     return lines, (
         "Hours on an H200 by results/rehearsal, which is rough and rather too long; on an A100, which was "
-        f"not measured, up to {A100:g} times as long. Early stopping is not counted on. GB are the peak of stage 1.{search}"
+        f"not measured, up to {A100:g} times as long. Early stopping is not counted on. GB are the peak with prompts of about "
+        f"130 tokens; longer ones take more, and --recompute takes less.{search}"
     )
 
 
@@ -119,4 +122,5 @@ def _line(table: str, cells: Sequence[Cell], study: Study, cost: Cost | None) ->
     if cost is None or table == "4":
         return table, str(len(cells)), str(done), *(("-",) * 3 if cost is None else ("0", "0", "-"))
     hours = total([cell for cell in cells if not cell.done(study.out)], study).hours(cost)
-    return table, str(len(cells)), str(done), f"{hours:.1f}", f"{hours:.1f} to {A100 * hours:.1f}", f"{cost.gb:.0f}"
+    gb = cost.gb_recompute if study.recompute else cost.gb
+    return table, str(len(cells)), str(done), f"{hours:.1f}", f"{hours:.1f} to {A100 * hours:.1f}", f"{gb:.0f}"

@@ -68,6 +68,8 @@ class Study:
     device: str | None = None
     dtype: str | None = None
     skip_nonfinite: bool = False
+    recompute: bool = False
+    """Less memory in stage 1, with the same result (training.plan.Running)."""
     vary_data: bool = False
     """Whether each seed has a split into train and validation of its own (tasks.load, recut)."""
     system_prompt: str | None = None
@@ -186,9 +188,10 @@ def _first_stage(study: Study, label: str, seed: int) -> list[Row]:
 
 def running(study: Study) -> Running | None:
     """How the study trains, where not as `train` does by itself."""
-    if not study.skip_nonfinite:
+    if not (study.skip_nonfinite or study.recompute):
         return None
-    return Running(workers=Workers.launched(), checkpoint_seconds=20.0, skip_nonfinite=True)
+    how: dict[str, Any] = {"skip_nonfinite": study.skip_nonfinite, "recompute": study.recompute}
+    return Running(workers=Workers.launched(), checkpoint_seconds=20.0, **how)
 
 
 def alone(folder: Path) -> Any:

@@ -92,6 +92,8 @@ def parts(study: Study) -> dict[str, list[Cell]]:
     tables = TABLES if study.table == "all" else (study.table,)
     if study.table not in (*TABLES, "all"):
         raise InputError(f"table={study.table!r}: choose {', '.join(TABLES)} or all")
+    if study.task and "1" not in tables:
+        raise InputError(f"table {study.table} has a task of its own: only Table 1 is of several, and takes --task")
     source = on(study, tasks_of(study.model)[0][SOURCE])
 
     def of(keys: Iterable[str]) -> Study:
