@@ -142,6 +142,19 @@ def test_the_ablation_is_marked_where_it_is_not_what_table_3_says() -> None:
         assert row.get("doubt") in (None, f"the full version of Table 3 gives {gap:.3f}")
 
 
+def test_costs_are_marked_where_they_are_not_what_the_papers_formulas_give() -> None:
+    """Oracle: the formulas of its appendix E by hand, in multiply-accumulates; within two percent the rest is rounding."""
+    n, d, h, s = 40, 1536, 384, 35
+    weight = s * d * n
+    each = {"mcdr": weight, "swag": weight, "vglr-mf": d * h + 2 * h * n + s * n, "vtsr": d * h + h + n / 2}
+    each["vglr-fc"] = d * h + h * n * n / 2 + s * n * n
+    for row in only(printed(), study="efficiency", metric="macs"):
+        macs = 10 * each[row["method"]]
+        assert (row.get("doubt") is None) == (abs(row["value"] / macs - 1) < 0.02), row
+        said = f"the paper's own formula gives {macs / 1e9:.4f} G, {100 * macs / 0.897e9:.2f}%"
+        assert row.get("doubt") in (None, said)
+
+
 def test_cells_that_cannot_be_right_are_marked() -> None:
     """Oracle: benchmarks/paper_tables.py, which computes what the metrics allow."""
     lines = runpy.run_path(str(ROOT / "benchmarks" / "paper_tables.py"))["lines"]()
