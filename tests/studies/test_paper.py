@@ -200,7 +200,17 @@ def test_a_dry_run_says_cells_hours_and_memory(
     answers = (35 * (500 + 2376 + 500 + 500 + 1534) + 25 * 500 + 5 * 9 * 50) * 0.0073
     hours = (first + second + answers) / 3600
     assert re.search(rf"\b1 +35 +0 +{hours:.1f} +{hours:.1f} to {3.2 * hours:.1f} +23\b", out), out
+    assert cli.run([*command, "--model", "granite", "--recompute"]) == 0
+    assert re.search(rf"to {3.2 * hours:.1f} +15\b", capsys.readouterr().out)
     assert not (tmp_path / "none").exists()
+
+
+def test_recompute_is_for_stage_1_and_for_every_study(tmp_path: Path) -> None:
+    study = Study(model="demo", task="demo", out=tmp_path)
+    assert _variants.running(study) is None
+    found = _variants.running(dataclasses.replace(study, recompute=True))
+    assert found is not None
+    assert (found.recompute, found.skip_nonfinite) == (True, False)
 
 
 def test_the_page_has_the_hours_of_the_dry_run(offline: None, tmp_path: Path) -> None:
