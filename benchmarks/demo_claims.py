@@ -21,7 +21,15 @@ from vmoer.files import read_rows, stored
 VARIATIONAL = ("vglr-mf", "vglr-fc", "vglr-lr", "vtsr")
 SEEDS = {0, 1, 2}
 SHIFTS = ("demo-near", "demo-far")
-FIGURES = ("reliability-", "stability-curves", "brittleness-layers", "brittleness-curve", "roc-", "histogram-", "risk-")
+FIGURES: tuple[str, ...] = (
+    "reliability-",
+    "stability-curves",
+    "brittleness-layers",
+    "brittleness-curve",
+    "roc-",
+    "histogram-",
+    "risk-",
+)
 FIGURES += ("layer-count", "overhead-")
 HOME = {"study": None, "task": "demo", "split": "test"}
 

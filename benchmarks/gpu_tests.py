@@ -33,7 +33,7 @@ def run(report: Path) -> list[dict[str, Any]]:
     for case in ElementTree.parse(report).getroot().iter("testcase"):
         bad = next((child for child in case if child.tag in OUTCOMES), None)
         file = next(part for part in str(case.get("classname")).split(".") if part.startswith("test_"))
-        row = {"file": file, "test": case.get("name")}
+        row: dict[str, Any] = {"file": file, "test": case.get("name")}
         row |= {"outcome": "passed" if bad is None else bad.tag, "seconds": float(case.get("time") or 0)}
         rows.append(row | {"why": None if bad is None else str(bad.get("message")).partition("\n")[0][:200]})
     return rows

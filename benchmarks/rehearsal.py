@@ -42,7 +42,7 @@ from vmoer.training.run import Plan, Running, Workers, encode_questions, fit_nov
 from vmoer.training.stages import search, with_value
 
 NAMES = ("granite-3b", "qwen1.5-moe", "deepseek-moe-16b")
-METHODS = ("map", "temp-scale", "mcdr", "swag", "vglr-mf", "vglr-fc", "vglr-lr", "vtsr", "laplace")
+METHODS: tuple[str, ...] = ("map", "temp-scale", "mcdr", "swag", "vglr-mf", "vglr-fc", "vglr-lr", "vtsr", "laplace")
 METHODS += ("mean-only", "fixed-noise", "vglr-fc@paper", "vtsr@paper")
 STEPS = 2
 LIMIT = 80.0  # GB, of 10^9 bytes: what the card this is for has
@@ -138,10 +138,12 @@ class Rehearsal:
         data = (self.train, self.valid)
 
         def second() -> Any:
-            chosen, how = config, {"plan": self.plan, "running": self.running}
+            chosen = config
             if config.search and config.search.always:
-                chosen, *_ = search(self.model, *data, config, folder=folder / "search", **how)
-            return stage2(self.model, *data, chosen, folder=folder, **how)
+                chosen, *_ = search(
+                    self.model, *data, config, folder=folder / "search", plan=self.plan, running=self.running
+                )
+            return stage2(self.model, *data, chosen, folder=folder, plan=self.plan, running=self.running)
 
         if label == "map":
             attach(self.model, config)

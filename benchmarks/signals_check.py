@@ -114,7 +114,7 @@ def graphs() -> str:
     moves near ties between experts, and then every later state."""
     worst, draw = 0.0, random.Random(1)
     torch.use_deterministic_algorithms(True, warn_only=True)
-    plain = SMALL["small-granite"].build(DEVICE, torch.float32)
+    plain: Any = SMALL["small-granite"].build(DEVICE, torch.float32)
     plain.set_experts_implementation("batched_mm")  # the grouped product asks the host for its sizes in float32
     for key in KEYS:
         model = fitted(plain, key, [1, 4])
@@ -145,7 +145,7 @@ def graphs() -> str:
 def compiled() -> str:
     """A float32 model under mode="reduce-overhead": passes of one record, and records one after the other."""
     worst, graphs = 0.0, []
-    plain = SMALL["small-granite"].build(DEVICE, torch.float32)
+    plain: Any = SMALL["small-granite"].build(DEVICE, torch.float32)
     plain.set_experts_implementation("batched_mm")  # the grouped product asks the host for its sizes in float32
     for key in ("vglr-fc", "vtsr"):
         torch._dynamo.reset()
@@ -154,7 +154,7 @@ def compiled() -> str:
         model.set_experts_implementation("batched_mm")  # as transformers does where it compiles
         for router in routers_of(model).values():
             router.float()
-        fast = torch.compile(model, mode="reduce-overhead", fullgraph=True)
+        fast: Any = torch.compile(model, mode="reduce-overhead", fullgraph=True)
         ids = torch.randint(1000, (4, 2, 40), device=DEVICE)
         for _ in range(3):
             with vmoer.record(fast) as rec:

@@ -9,6 +9,7 @@ entry); then the averaging kernels in every shape. `token-1x4` is the by-token k
 
 import argparse
 import statistics
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,16 +49,16 @@ def variants(n: int, tokens: int) -> dict[str, Work]:
     common: dict[str, Any] = {"own_TN": logits_TN, "ask": ask}
     for shape in FEW if few else EXPERTS:
         made = by_row if shape[0] == "token" else by_entry
-        out[f"cholesky {_name(shape)}"] = lambda s=shape, m=made: cholesky.average(
-            logits_TN, m[:, n:], eps[0], shift_TN=m[:, :n], shape=s, **common
+        out[f"cholesky {_name(shape)}"] = partial(
+            cholesky.average, logits_TN, made[:, n:], eps[0], shift_TN=made[:, :n], shape=shape, **common
         )
     for shape in FEW[1:] if few else POINTS:
-        out[f"mean-field {_name(shape)}"] = lambda s=shape: low_rank.average(
-            logits_TN, log_sd_TN, None, eps[0], shape=s, **common
+        out[f"mean-field {_name(shape)}"] = partial(
+            low_rank.average, logits_TN, log_sd_TN, None, eps[0], shape=shape, **common
         )
     for shape in FEW[1:] if few else TOKENS:
-        out[f"rank 8 {_name(shape)}"] = lambda s=shape: low_rank.average(
-            logits_TN, log_sd_TN, factor_TNR, eps[8], shape=s, **common
+        out[f"rank 8 {_name(shape)}"] = partial(
+            low_rank.average, logits_TN, log_sd_TN, factor_TNR, eps[8], shape=shape, **common
         )
     return out
 

@@ -182,7 +182,7 @@ def test_a_threshold_of_letters(run_folder: Path, tmp_path: Path, capsys: pytest
     assert said["value"] == pytest.approx(1 - p, abs=1e-5)  # the threshold is on the model's own
     out, _ = ask(capsys, run_folder, QUESTION, *choices, "--abstain-above", file)
     assert "probabilities at temperature 2.5, fitted on validation questions of demo" in out
-    answer = vmoer.generate(model, tokenizer, [{"role": "user", "content": QUESTION}])
+    answer: Any = vmoer.generate(model, tokenizer, [{"role": "user", "content": QUESTION}])
     first = 1 - math.exp(answer.log_probs[0])
     file = threshold_file(file, threshold=first - 1e-3, **changes)
     out, err = ask(capsys, run_folder, QUESTION, "--abstain-above", file)
@@ -193,7 +193,8 @@ def test_a_threshold_of_letters(run_folder: Path, tmp_path: Path, capsys: pytest
 
 def test_options_are_asked_in_several_orders(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: each order asked by itself by this command, and the mean of what it prints."""
-    options, chances = ("finch", "otter", "lynx"), {}
+    options = ("finch", "otter", "lynx")
+    chances: dict[str, float] = {}
     orders = ("--averaging", "orders", "--passes", "3")
     for shift in range(3):
         shown = options[shift:] + options[:shift]
@@ -215,7 +216,7 @@ def test_without_a_chat_template_the_question_is_put_plainly(
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     said = json.loads(ask(capsys, tmp_path, "Who?", "--max-new-tokens", "3", "--json")[0])
-    expected = vmoer.generate(model, tokenizer, "Question: Who?\nAnswer:", max_new_tokens=3, stop_strings=["\n"])
+    expected: Any = vmoer.generate(model, tokenizer, "Question: Who?\nAnswer:", max_new_tokens=3, stop_strings=["\n"])
     assert [t["text"] for t in said["tokens"]] == expected.pieces
 
 

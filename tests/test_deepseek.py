@@ -97,7 +97,7 @@ def write(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> P
     folder.mkdir(parents=True)
     names = list(tensors)
     cuts = [names[: len(names) // 3], names[len(names) // 3 : len(names) // 2], names[len(names) // 2 :]]
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, part in enumerate(cuts, 1):
         file = f"model-{number:05}-of-{len(cuts):05}.safetensors"
         save_file({name: tensors[name].bfloat16().contiguous() for name in part}, folder / file)
@@ -242,7 +242,8 @@ def test_the_benchmark_has_the_published_model() -> None:
     found = find(model)
     assert type(model) is type(tiny.model("deepseek_v1"))
     assert [one.layer for one in found] == list(range(1, 28))
-    assert {(one.router.num_experts, one.router.top_k) for one in found} == {(64, 6)}
+    routers: list[Any] = [one.router for one in found]
+    assert {(router.num_experts, router.top_k) for router in routers} == {(64, 6)}
     assert 0 not in geometry.layers()
     assert len(geometry.layers()) == 10
 

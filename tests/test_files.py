@@ -26,8 +26,9 @@ from vmoer.files import (
 
 def test_what_is_written_is_there_and_nothing_else(tmp_path: Path) -> None:
     rows = [{"a": 1}, {"a": None}]
-    for name, write, value in (("t", write_text, "é\n"), ("j", write_json, {"b": [1.5]}), ("r", write_rows, rows)):
-        write(tmp_path / "new" / name, value)  # type: ignore[operator]
+    write_text(tmp_path / "new" / "t", "é\n")
+    write_json(tmp_path / "new" / "j", {"b": [1.5]})
+    write_rows(tmp_path / "new" / "r", rows)
     assert sorted(p.name for p in (tmp_path / "new").iterdir()) == ["j", "r", "t"]
     assert (tmp_path / "new" / "t").read_bytes() == "é\n".encode()
     assert json.loads((tmp_path / "new" / "j").read_text()) == {"b": [1.5]}
@@ -115,7 +116,7 @@ with locked(Path(sys.argv[1])):
     finally:
         holder.kill()
         holder.wait()
-        holder.stdout.close()
+        holder.stdout.close()  # type: ignore[union-attr]
     (tmp_path / ".mine").touch()
     with locked(tmp_path):
         assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", ".mine", "sub"]

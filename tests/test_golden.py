@@ -51,7 +51,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def test_public_names_and_command_line():
-    found = {"names": list(vmoer.__all__), "commands": {}}
+    found: dict[str, Any] = {"names": list(vmoer.__all__), "commands": {}}
     for name in sorted(COMMANDS):
         found["commands"][name] = [
             {"names": sorted([*p.opts, *p.secondary_opts]), "required": p.required} for p in command(name).params
@@ -75,7 +75,8 @@ def prompts() -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("label", CONFIGS)
 def test_experts_and_answers(demo, label, request):
     """Experts of an averaging pass, of a sampled one and of a training step, and the answer's log-probabilities."""
-    batch, found = prompts(), {}
+    batch: dict[str, Any] = prompts()
+    found: dict[str, Any] = {}
     real = batch["attention_mask"].bool()
     vmoer.attach(demo, CONFIGS[label])
     try:

@@ -131,7 +131,7 @@ def test_every_shell_line_is_one_that_would_be_accepted() -> None:
                 value = None if (words[1], name) == ("calibrate", "method") else found.params.get(name)
                 for part in str(value).split(",") if name in several else [value]:
                     if value:
-                        check(part)
+                        check(part)  # type: ignore[arg-type]
             if words[1] == "study":
                 assert found.params["name"] in (*STUDIES, "all"), where
         elif words[0] == "make":

@@ -73,7 +73,7 @@ def test_the_list_is_in_order_and_complete(place: tuple[str, str], tmp_path: Pat
     files = [cell.leaves for cell in found]
     for i, cell in enumerate(found):
         assert {need.leaves for need in cell.needs} <= set(files[:i]), cell.title
-    methods = ("temp-scale", "mcdr", "swag", "vglr-mf", "vglr-fc", "vglr-lr", "vtsr", "laplace")
+    methods: tuple[str, ...] = ("temp-scale", "mcdr", "swag", "vglr-mf", "vglr-fc", "vglr-lr", "vtsr", "laplace")
     methods += ("mean-only", "fixed-noise", "tuned-noise")
     for task in ("openbookqa", "arc_challenge", "sciq", "medmcqa"):
         for label in ("map", "map-early", *methods, "vglr-fc@paper", "vglr-mf@paper", "vtsr@paper"):
@@ -177,9 +177,9 @@ def test_a_difference_over_tasks_is_the_mean_of_theirs(tmp_path: Path, capsys: p
         (tmp_path / task / "meta.json").write_text(json.dumps({"model": "m", "source_task": task}))
         pq.write_table(pa.Table.from_pylist(rows), tmp_path / task / "predictions.parquet")
     assert pooled.main([str(tmp_path), "x", "map", "--against", "map"]) == 0
-    head, _, own, same = capsys.readouterr().out.splitlines()
+    head, _, line, same = capsys.readouterr().out.splitlines()
     assert head == "| NLL - map | a | b | all |"
-    numbers = [float(n) for n in re.findall(r"[-+][.\d]+", own)]
+    numbers = [float(n) for n in re.findall(r"[-+][.\d]+", line)]
     for (value, low, high), expected in zip(np.reshape(numbers, (3, 3)), (-0.1, 0.02, -0.04), strict=True):
         assert value == pytest.approx(expected, abs=0.012)
         assert low < expected < high

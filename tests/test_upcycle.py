@@ -551,9 +551,9 @@ def test_bad_options(folders, tmp_path, capsys):
     assert "cannot load the model" in complaint(
         capsys, specialise.main, *nowhere, *out, "--tasks", "demo", "--limit", 5
     )
-    dense = ("--model", folders / "dense", "--device", "cpu", "--tasks", "demo", "--limit", 5)
-    assert "make a model with upcycle.py" in complaint(capsys, specialise.main, *dense, *out)
-    assert "dense model" in complaint(capsys, check.main, *dense)
+    plain = ("--model", folders / "dense", "--device", "cpu", "--tasks", "demo", "--limit", 5)
+    assert "make a model with upcycle.py" in complaint(capsys, specialise.main, *plain, *out)
+    assert "dense model" in complaint(capsys, check.main, *plain)
     assert not (tmp_path / "out").exists()
 
 

@@ -1,4 +1,4 @@
-"""How the embedded weights were made: `python -m benchmarks.demo_model.build --out DIR`, a quarter of an hour on one core.
+"""How the embedded weights were made: `python -m demo_model.build --out DIR` in `benchmarks`, a quarter of an hour on one core.
 
 1. *Pre-training* on what the text says of the facts ("scares Mira Voss: heron"), on the same as multiple-choice questions,
    and on drills in which the question itself names the answer: without drills the letters are hardly learned in that time.
@@ -25,10 +25,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from demo_model.tokenizer import ANSWER, CONTEXT, END, build_tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GraniteMoeConfig, GraniteMoeForCausalLM, PreTrainedTokenizerBase
 
-from benchmarks.demo_model.tokenizer import ANSWER, CONTEXT, END, build_tokenizer
 from vmoer import tasks
 from vmoer.demo.words import ANIMALS, GIVEN, RELATIONS
 from vmoer.demo.world import OPTIONS, Fact, World, ask, tell, world

@@ -1,4 +1,4 @@
-"""What the embedded model shows, measured: `python -m benchmarks.demo_model.check [--model DIR]`."""
+"""What the embedded model shows, measured: `python -m demo_model.check [--model DIR]` in `benchmarks`."""
 
 import argparse
 from collections.abc import Iterator
@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from demo_model.tokenizer import CONTEXT
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from benchmarks.demo_model.tokenizer import CONTEXT
 from vmoer import gates, metrics, tasks
 from vmoer.demo import STAGES, model_path
 from vmoer.demo.words import FAMILIES

@@ -185,8 +185,9 @@ def shifts(group: predictions.Predictions, root: Path, label: str = "vglr-fc+ans
         for seed in sorted(key.seed for key in group.cells if key[:3] == (task, "test", label)):
             a, b = (group.cells[Key(name, "test", label, seed)] for name in (SOURCE, task))
             shares = [np.array([share[i] for i in cell.ids]) for share, cell in ((home, a), (away, b))]
+            lengths = a.prompt_tokens.astype(float), b.prompt_tokens.astype(float)
             for one, other in ((a.signals["novelty"], b.signals["novelty"]), shares):
-                rated, _ = metrics.detection((one, other), (a.prompt_tokens, b.prompt_tokens), draws=1, seed=0)
+                rated, _ = metrics.detection((one, other), lengths, draws=1, seed=0)
                 found.append([rated[name].value if name in rated else np.nan for name in ("auroc", "auroc_matched")])
         area = np.reshape(found, (-1, 2, 2)).mean(0)  # seeds; novelty, words; all, matched
         rows.append([task, *("-" if np.isnan(value) else short(float(value)) for value in area.T.ravel())])

@@ -28,7 +28,17 @@ OTHERS = ("arc_challenge", "sciq", "medmcqa")
 SHIFTS = {"arc_easy": 500, "arc_challenge": 500, "mmlu_law": 300, "medmcqa": 1000}
 """Questions of each: the paper's 500; fewer of mmlu_law, whose prompts are four times as long; more of medmcqa, so that enough of
 them are as long as the source's. Last: the shift that the ablations over layers report."""
-HEADS = ("map", "vglr-fc", "vglr-mf", "tuned-noise", "vtsr", "mean-only", "temp-scale", "laplace", "fixed-noise")
+HEADS: tuple[str, ...] = (
+    "map",
+    "vglr-fc",
+    "vglr-mf",
+    "tuned-noise",
+    "vtsr",
+    "mean-only",
+    "temp-scale",
+    "laplace",
+    "fixed-noise",
+)
 HEADS += ("vglr-lr", "mcdr", "swag", "map-early", "map@paper", "vglr-fc@paper", "vglr-mf@paper", "vtsr@paper")
 PARTS = ("main", "paper", "tasks", "factors", "layers", "paper-tasks")
 WHOLE = ("vglr-fc", "vglr-mf", "vtsr", "mcdr", "laplace", "fixed-noise", "tuned-noise")
@@ -45,7 +55,7 @@ GB = 12.0
 
 def study_of(base: Study, task: str) -> Study:
     """The study of one task; `base` has its folder, seeds and plans for openbookqa."""
-    plans = {
+    plans: dict[str, Any] = {
         name: replace(plan, batch_size=min(plan.batch_size, BATCH.get(task, plan.batch_size)))
         for name, plan in (("stage1", base.stage1), ("stage2", base.stage2 or STAGE2))
     }

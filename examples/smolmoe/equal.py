@@ -95,7 +95,7 @@ def cells(base: Study, models: Sequence[str], parts: Sequence[str], fewer: dict[
 
 
 def study_of(base: Study, home: str, part: str = "equal") -> Study:
-    plans = {
+    plans: dict[str, Any] = {
         name: replace(plan, batch_size=min(plan.batch_size, BATCH[home]))
         for name, plan in (("stage1", base.stage1), ("stage2", base.stage2 or STAGE2))
     }

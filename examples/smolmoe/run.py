@@ -24,6 +24,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import equal
 from cells import BATCH, FEWER, HEADS, PARTS, STAGE1, STAGE2, cells
@@ -91,7 +92,7 @@ def parser() -> argparse.ArgumentParser:
     add("--limit", type=int, default=5000, help="questions of a split, at most; 5000 are the paper's")
     add("--passes", type=int, default=8)
     fewer = ", ".join(f"{part}={n}" for part, n in FEWER.items())
-    how = {"nargs": "+", "type": _count, "default": [], "metavar": "PART=N"}
+    how: dict[str, Any] = {"nargs": "+", "type": _count, "default": [], "metavar": "PART=N"}
     add("--seeds-of", **how, help=f"how many of the seeds a part takes; all, but {fewer}")
     add("--factors", nargs="+", choices=factors.FACTORS, default=factors.FACTORS, help="those to vary, in that part")
     smaller = ", ".join(f"{size} of {task}" for task, size in BATCH.items())

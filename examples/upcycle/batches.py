@@ -109,7 +109,7 @@ def collate(rows: Sequence[tuple[Sequence[int], int]], prefix: int, eos: int, lm
 
 def shared_prefix(prompts: Sequence[Sequence[int]]) -> int:
     """How many tokens all prompts begin with, at least 1: in sorted order the first and the last differ soonest."""
-    pairs = enumerate(zip(min(prompts), max(prompts), strict=False))
+    pairs = enumerate(zip(min(prompts, key=list), max(prompts, key=list), strict=False))
     return max(1, next((i for i, (a, b) in pairs if a != b), min(map(len, prompts))))
 
 

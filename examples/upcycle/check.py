@@ -163,7 +163,7 @@ def check(model: Any, tokenizer: Any, questions: dict[str, list[tasks.Question]]
             drawn[how].append(np.stack(scores))
             rows[task][f"random_{how}"] = loss(own[-1], drawn[how][-1])
     correct = np.concatenate(own)
-    pooled = {f"random_{how}": loss(correct, np.concatenate(drawn[how], 1)) for how in HOW}
+    pooled: dict[str, Any] = {f"random_{how}": loss(correct, np.concatenate(drawn[how], 1)) for how in HOW}
     pooled |= {"questions": len(correct), "accuracy": float(correct.mean()), "standard_error": standard_error(correct)}
     seen = [question for asked in questions.values() for question in asked]
     routing = usage(model, encode_questions(tokenizer, seen, context), device)

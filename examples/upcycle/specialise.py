@@ -67,7 +67,7 @@ class Optimiser:
     """
 
     def __init__(self, groups: Sequence[tuple[list[nn.Parameter], float]], dtype: torch.dtype) -> None:
-        self._weights = [p for parameters, _ in groups for p in parameters]
+        self._weights: list[Tensor] = [p for parameters, _ in groups for p in parameters]
         self._masters = [p.detach() for p in self._weights]
         for p in self._weights:
             p.data = p.data.to(dtype)  # float32 stays the master itself
@@ -150,7 +150,7 @@ def specialise(model: Any, tokenizer: Any, recipe: Recipe, pools: Sequence[list[
         raise InputError(f"{type(model).__name__} has no router to train: make a model with upcycle.py first")
     perturb([one.block for one in found], recipe.noise, recipe.seed)
     embeddings = {model.get_input_embeddings().weight, model.get_output_embeddings().weight}
-    routers = [one.router.weight for one in found]
+    routers: list[Any] = [one.router.weight for one in found]
     rest = [p for p in model.parameters() if p not in embeddings and all(p is not q for q in routers)]
     optimiser = Optimiser([(rest, recipe.lr), (routers, recipe.router_lr)], dtype)
     for p in embeddings:
@@ -216,7 +216,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tasks", default=",".join(TASKS))
     for field in dataclasses.fields(Recipe)[1:]:
         kind = int if str(field.type).startswith("int") else float
-        shown = {"default": field.default, "help": f"default {field.default}"}
+        shown: dict[str, Any] = {"default": field.default, "help": f"default {field.default}"}
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=kind, **shown)
     args = parser.parse_args(arguments)
     start = time.monotonic()

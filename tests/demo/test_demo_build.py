@@ -1,10 +1,10 @@
 """A build of a few steps runs through every stage, and gives the same weights twice."""
 
 import torch
+from demo_model.build import Balance, Recipe, build_base, build_map, new_model
+from demo_model.tokenizer import build_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.demo_model.build import Balance, Recipe, build_base, build_map, new_model
-from benchmarks.demo_model.tokenizer import build_tokenizer
 from vmoer.demo import STAGES
 
 SHORT = Recipe(steps=2, questions=8, statements=8, epochs=1, stage1_batch=1000)

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from demo_model.check import answer, measure, novelty, random_routing
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.demo_model.check import answer, measure, novelty, random_routing
 from vmoer.demo import STAGES, model_path
 from vmoer.errors import InputError
 

@@ -1,12 +1,12 @@
 """Any text survives the tokenizer, and every word of the world is one token."""
 
 import pytest
+from demo_model.build import Recipe, Text
+from demo_model.tokenizer import build_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from benchmarks.demo_model.build import Recipe, Text
-from benchmarks.demo_model.tokenizer import build_tokenizer
 from vmoer import tasks
 from vmoer.demo import STAGES, model_path
 from vmoer.demo.words import WORDS

@@ -31,7 +31,7 @@ from vmoer.evaluation.writing import Batch
 from vmoer.gates import find
 from vmoer.inference.averaging import predict_passes
 from vmoer.inference.orders import orders
-from vmoer.live.attach import attachment_of, sampled
+from vmoer.live.attach import attached, attachment_of, sampled
 from vmoer.report import report
 from vmoer.routers import Config, Posterior, Router, Routing
 from vmoer.tasks import LETTERS, Question
@@ -102,7 +102,7 @@ def test_signals_and_experts_are_those_of_one_recorded_prompt(tmp_path: Path, co
     model = noisy(config)
     predict_task(model, TOKENIZER, QUESTIONS, folder=tmp_path, batch_tokens=900, routing=True)
     routing = read(tmp_path / "routing.parquet")
-    layers = attachment_of(model).layers
+    layers = attached(model).layers
     assert [(r["id"], r["layer"]) for r in routing] == [(q.id, layer) for q in QUESTIONS for layer in layers]
     for i, (row, ids) in enumerate(zip(read(tmp_path / "predictions.parquet"), PROMPTS, strict=True)):
         with vmoer.record(model, signals="all") as rec, torch.no_grad():
@@ -226,7 +226,7 @@ class MarginRouter(Router):
 class Margin(Config):
     key: ClassVar[str] = "margin"
     router: ClassVar[type[Router]] = MarginRouter
-    signal: str = "margin"
+    signal: str = "margin"  # type: ignore[misc]
 
 
 def test_a_new_signal_reaches_the_file_the_metrics_and_the_report(tmp_path: Path) -> None:
@@ -342,7 +342,8 @@ def dies_at(call: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_a_stopped_run_goes_on_and_ends_with_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, options = tiny_model(), {"batch_tokens": 700}
+    model = tiny_model()
+    options: Any = {"batch_tokens": 700}
     predict_task(model, TOKENIZER, QUESTIONS, folder=tmp_path / "whole", **options)
     batches = by_length([len(p) for p in PROMPTS], 700)
     dies_at(3, monkeypatch)

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -113,14 +114,14 @@ def test_intervals_equal_the_bootstraps_of_the_metrics(study):
     _, _, found, rows = study
     log_probs, answers = arrays(found["own", "test", "map", 0])
     confidence, correct = m.confidence(log_probs), m.correct_per_question(log_probs, answers)
-    oracles = {"nll": m.bootstrap(m.nll_per_question(log_probs, answers), draws=200)}
+    oracles: dict[str, Any] = {"nll": m.bootstrap(m.nll_per_question(log_probs, answers), draws=200)}
     oracles["brier"] = m.bootstrap(m.brier_per_question(log_probs, answers), draws=200)
     for metric in (m.ece, m.mce, m.debiased_ece):
         oracles[metric.__name__] = m.bootstrap_metric(metric, confidence, correct, draws=200)
     oracles["aurc"] = m.bootstrap_metric(m.aurc, confidence, 1 - correct, draws=200)
-    for metric, expected in oracles.items():
-        row = find(rows, metric)
-        assert (row["value"], row["low"], row["high"]) == pytest.approx(expected), metric
+    for name, wanted in oracles.items():
+        row = find(rows, name)
+        assert (row["value"], row["low"], row["high"]) == pytest.approx(wanted), name
     row, expected = find(rows, "smooth_ece"), m.bootstrap_metric(m.smooth_ece, confidence, correct, draws=200)
     assert (row["value"], row["low"], row["high"]) == pytest.approx(expected, abs=1e-3)
     floor = m.noise_floor(confidence, correct, draws=200)
@@ -131,9 +132,9 @@ def test_intervals_equal_the_bootstraps_of_the_metrics(study):
 def test_differences_are_paired(study):
     _, _, found, rows = study
     (map_probs, answers), (fc_probs, _) = (arrays(found["own", "test", name, 1]) for name in ("map", "vglr-fc"))
-    values = [m.nll_per_question(log_probs, answers) for log_probs in (fc_probs, map_probs)]
+    ours, theirs = (m.nll_per_question(log_probs, answers) for log_probs in (fc_probs, map_probs))
     row = find(rows, "nll_minus_map", "vglr-fc", seed=1)
-    assert (row["value"], row["low"], row["high"]) == pytest.approx(m.paired_bootstrap(*values, draws=200))
+    assert (row["value"], row["low"], row["high"]) == pytest.approx(m.paired_bootstrap(ours, theirs, draws=200))
     columns = [
         f(p, *a) for p in (fc_probs, map_probs) for f, a in ((m.confidence, ()), (m.correct_per_question, (answers,)))
     ]
@@ -177,7 +178,7 @@ def by_resampling(scores, lengths, draws):
 
     i, j = m.length_match(*lengths)
     matched = intervals(scores[0][i], scores[1][j], True) if len(i) >= 200 else [(None, None, None)] * 3
-    return [*intervals(*scores, False), *matched]
+    return [*intervals(scores[0], scores[1], False), *matched]
 
 
 def test_detection_equals_resampled_metrics(study):

@@ -138,7 +138,14 @@ def test_free_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     rng, rows = np.random.default_rng(0), []
     for split in ("validation", "test"):
         for i, score in enumerate(rng.random(1500)):
-            row = {"id": f"{split}{i}", "task": "quiz", "split": split, "method": "vtsr", "seed": 0, "text": "x"}
+            row: dict[str, Any] = {
+                "id": f"{split}{i}",
+                "task": "quiz",
+                "split": split,
+                "method": "vtsr",
+                "seed": 0,
+                "text": "x",
+            }
             row |= {"correct": bool(rng.random() > score**2), "sequence_nll": score, "nll": rng.random()}
             rows.append(row)
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "answers.parquet")

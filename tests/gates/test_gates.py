@@ -97,7 +97,7 @@ def test_rule_on_modified_logits(name: str) -> None:
     rule = RULES[name]
     gate = gates.Gate.probe(gates.FoundRouter("router", 0, router, block, block, rule, ""))
     modified = 2 * torch.randn(50, gate.num_experts, generator=torch.Generator().manual_seed(3))
-    weight = gates.rules.lookup(rule.weight, router)
+    weight = gates.rules.lookup(rule.weight, router)  # type: ignore[arg-type]
     with torch.no_grad():
         weight.set_(torch.eye(gate.num_experts))
     for key in ("hidden_dim", "hidden_size"):

@@ -23,6 +23,7 @@ from vmoer.live.attach import attachment_of, sampled
 from vmoer.live.following import until_end
 
 LENGTHS = (9, 6, 11)
+generate: Any = vmoer.generate  # one prompt gives an answer, several give a list
 
 
 def one_pass(model: Any, ids: Tensor) -> Any:
@@ -95,6 +96,7 @@ def test_ways_of_generating(way: str, key: str) -> None:
             outs.append(model.generate(**left, **options))
     assert torch.equal(*outs)
     if "num_beams" in options:  # rows did move, so a record that took them in place would be wrong
+        assert rec.generation is not None
         assert (rec.generation.rows_BN.diff(dim=1) != 0)[rec.generation.real_BN[:, 1:]].any()
     agrees(model, outs[1], rec, left["input_ids"])
 
@@ -241,7 +243,7 @@ def forced(model: Any, answer: Answer) -> tuple[Tensor, Any]:
 def test_answers_are_what_one_pass_says_of_them(options: dict[str, Any]) -> None:
     """Log-probabilities are the model's own, whatever temperature and top-k did; scores by hand."""
     model = noisy()
-    answers = vmoer.generate(model, TOKENIZER, PROMPTS, max_new_tokens=6, batch_size=3, seed=2, **options)
+    answers = generate(model, TOKENIZER, PROMPTS, max_new_tokens=6, batch_size=3, seed=2, **options)
     copies = options.get("num_return_sequences", 1)
     assert [a.prompt for a in answers] == [p for p in PROMPTS for _ in range(copies)]
     for a in answers:
@@ -265,7 +267,7 @@ def test_answers_are_what_one_pass_says_of_them(options: dict[str, Any]) -> None
 def test_averaged_over_routing_by_hand() -> None:
     """M passes over the finished text, each with its own routing sample: mutual information and both marginals."""
     model, passes = noisy(), 3
-    for a in vmoer.generate(model, TOKENIZER, PROMPTS, max_new_tokens=4, passes=passes, score="marginal_nll"):
+    for a in generate(model, TOKENIZER, PROMPTS, max_new_tokens=4, passes=passes, score="marginal_nll"):
         log_p_MNV = []
         for number in range(passes):
             with sampled(model, number):
@@ -282,9 +284,9 @@ def test_averaged_over_routing_by_hand() -> None:
 
 def test_an_answer_does_not_depend_on_its_company() -> None:
     model = noisy()
-    together = vmoer.generate(model, TOKENIZER, PROMPTS, max_new_tokens=5)
+    together = generate(model, TOKENIZER, PROMPTS, max_new_tokens=5)
     for prompt, a in zip(PROMPTS, together, strict=True):
-        alone = vmoer.generate(model, TOKENIZER, prompt, max_new_tokens=5)
+        alone = generate(model, TOKENIZER, prompt, max_new_tokens=5)
         assert alone.tokens == a.tokens
         assert alone.log_probs == pytest.approx(a.log_probs, abs=1e-4)
         assert alone.scores == pytest.approx(a.scores, abs=1e-4, rel=1e-4)
@@ -292,18 +294,18 @@ def test_an_answer_does_not_depend_on_its_company() -> None:
 
 def test_sampling_is_a_function_of_the_seed() -> None:
     model, options = noisy(config=vmoer.MeanField(sampling="mc")), {"do_sample": True, "max_new_tokens": 5}
-    found = []
+    found: list[Any] = []
     for seed in (4, 4, 5):
         torch.manual_seed(len(found))
         before = torch.get_rng_state()
-        found.append([a.tokens for a in vmoer.generate(model, TOKENIZER, PROMPTS, seed=seed, **options)])
+        found.append([a.tokens for a in generate(model, TOKENIZER, PROMPTS, seed=seed, **options)])
         assert torch.equal(torch.get_rng_state(), before)
     assert found[0] == found[1] != found[2]
 
 
 def test_a_bare_model_is_left_as_it_was() -> None:
     model = tiny_model().train()
-    answer = vmoer.generate(model, TOKENIZER, PROMPTS[0], max_new_tokens=3)
+    answer = generate(model, TOKENIZER, PROMPTS[0], max_new_tokens=3)
     assert set(answer.signals) == {"gate_entropy", "predictive_entropy"}
     assert attachment_of(model) is None
     assert model.training
@@ -311,7 +313,7 @@ def test_a_bare_model_is_left_as_it_was() -> None:
 
 
 def test_half_precision() -> None:
-    answers = vmoer.generate(noisy(torch.bfloat16), TOKENIZER, PROMPTS, max_new_tokens=4, passes=2)
+    answers = generate(noisy(torch.bfloat16), TOKENIZER, PROMPTS, max_new_tokens=4, passes=2)
     assert all(torch.isfinite(torch.tensor([*a.scores.values()])).all() for a in answers)
 
 
@@ -322,9 +324,9 @@ def test_stop_strings_end_a_text() -> None:
     model, tokenizer, *_ = open_model("demo", device="cpu")
     prompts = [" scares Mira Voss", " heron toad", " wakes Nadja", " A lynx B vole C finch"]
     options: dict[str, Any] = {"max_new_tokens": 8, "eos_token_id": tokenizer.convert_tokens_to_ids("<|answer|>")}
-    free = vmoer.generate(model, tokenizer, prompts, **options)
+    free = generate(model, tokenizer, prompts, **options)
     word = free[0].pieces[2]
-    stopped = vmoer.generate(model, tokenizer, prompts, stop_strings=[word], **options)
+    stopped = generate(model, tokenizer, prompts, stop_strings=[word], **options)
     assert len({len(a.tokens) for a in stopped}) > 1
     for a, b in zip(free, stopped, strict=True):
         n = next((n for n in range(1, len(a.tokens) + 1) if word in "".join(a.pieces[:n])), len(a.tokens))
@@ -346,21 +348,19 @@ def test_chat_messages_go_through_the_template() -> None:
         "{% for m in messages %}<{{ m['content'] }}>{% endfor %}{% if add_generation_prompt %}:{% endif %}"
     )
     model, messages = noisy(), [{"role": "user", "content": "Tea"}]
-    chat = vmoer.generate(model, tokenizer, messages, max_new_tokens=3)
+    chat = generate(model, tokenizer, messages, max_new_tokens=3)
     assert chat.prompt == messages
-    assert chat.tokens == vmoer.generate(model, tokenizer, "<Tea>:", max_new_tokens=3).tokens
-    assert [a.tokens for a in vmoer.generate(model, tokenizer, [messages, messages], max_new_tokens=3)] == [
-        chat.tokens
-    ] * 2
+    assert chat.tokens == generate(model, tokenizer, "<Tea>:", max_new_tokens=3).tokens
+    assert [a.tokens for a in generate(model, tokenizer, [messages, messages], max_new_tokens=3)] == [chat.tokens] * 2
 
 
 def test_bad_input_is_one_line() -> None:
     model = noisy()
 
     def ask(prompts: Any = PROMPTS, **options: Any) -> None:
-        vmoer.generate(model, TOKENIZER, prompts, **{"max_new_tokens": 2, **options})
+        generate(model, TOKENIZER, prompts, **{"max_new_tokens": 2, **options})
 
-    for match, given in {
+    refused: dict[str, Any] = {
         "no prompts": {"prompts": []},
         "prompt 1 is empty": {"prompts": ["Tea", ""]},
         "passes=-1 must be at least 0": {"passes": -1},
@@ -371,7 +371,8 @@ def test_bad_input_is_one_line() -> None:
         "by name": {"generation_config": GenerationConfig()},
         "no chat template": {"prompts": [[{"role": "user", "content": "Tea"}]]},
         "assisted generation": {"prompt_lookup_num_tokens": 2},
-    }.items():
+    }
+    for match, given in refused.items():
         with pytest.raises(InputError, match=match):
             ask(**given)
     model.lm_head.weight.data[:] = float("nan")

@@ -1,5 +1,7 @@
 """The operator that engines call. Oracles: `torch.library.opcheck`, and what `vmoer.record` says of the same states."""
 
+from typing import Any
+
 import pytest
 import tiny
 import torch
@@ -38,7 +40,7 @@ def hosted(architecture: str, config: Config, dtype: torch.dtype = torch.float32
         score = theirs.gate.scoring.score
         gate = operator.logits_gate(score, theirs.gate.num_experts, theirs.gate.scoring.k, theirs.gate.hidden_size)
         found = next(f for f in gates.find(model) if f.layer == layer)
-        weight_ND = gates.router_weight(found.router, found.router.vmoer_gate).detach()
+        weight_ND = gates.router_weight(found.router, found.router.vmoer_gate).detach()  # type: ignore[arg-type, union-attr]
         ours = config.router(config, gate, weight_ND, layer, torch.device("cpu"))
         ours.novelty_root_RD = theirs.novelty_root_RD
         ours.load_state_dict(theirs.state_dict())
@@ -50,7 +52,7 @@ def inputs_of(model: torch.nn.Module, ids: torch.Tensor) -> dict[int, tuple[torc
     """Every layer's states and the model's own logits."""
     seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     with (
-        collected(model, lambda layer, u, logits: seen.setdefault(layer, (u.clone(), logits.clone()))),
+        collected(model, lambda layer, u, logits: seen.setdefault(layer, (u.clone(), logits.clone()))),  # type: ignore[arg-type]
         torch.no_grad(),
     ):
         model(input_ids=ids)
@@ -67,7 +69,7 @@ def test_it_says_what_the_attached_model_records(architecture: str, config: Conf
     layer = LAYERS[0]  # where the collector's states are the same: below it nothing was routed
     u_TD, logits_TN = inputs_of(model, ids)[layer]
     averaged_TN, signals_TG = torch.ops.vmoer.route(u_TD, logits_TN, str(layer))
-    router = next(f for f in gates.find(model) if f.layer == layer).router
+    router: Any = next(f for f in gates.find(model) if f.layer == layer).router
     chosen_TK = router.vmoer_gate.scoring.choose(averaged_TN, router.vmoer_gate.bias(router, (), {}))
     assert torch.equal(chosen_TK.sort(-1).values, rec.experts[0].flatten(0, 1).sort(-1).values)
     names = operator._HOSTED[str(layer)].signals
@@ -173,7 +175,7 @@ def test_what_does_not_fit_is_named(config: Config, reason: str) -> None:
 
 def test_routing_that_is_not_finite_is_refused() -> None:
     gate = operator.logits_gate("softmax", 6, 2, 32)
-    router = vmoer.FullCovariance().router(vmoer.FullCovariance(), gate, None, 0, torch.device("cpu"))
+    router: Any = vmoer.FullCovariance().router(vmoer.FullCovariance(), gate, None, 0, torch.device("cpu"))
     torch.nn.init.constant_(router.heads.weight, torch.inf)
     with pytest.raises(InputError, match="not finite"):
         operator.host("broken", router, None, torch.float32)

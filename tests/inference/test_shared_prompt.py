@@ -19,7 +19,7 @@ def passes_over(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def prepared(name: str) -> Any:
-    model = vmoer.attach(tiny.model(name).eval(), vmoer.MeanField(prior_scale=2.0))
+    model: Any = vmoer.attach(tiny.model(name).eval(), vmoer.MeanField(prior_scale=2.0))
     assert model.config._attn_implementation == "sdpa"
     return model
 
@@ -47,11 +47,13 @@ def test_equals_rows_of_their_own(name: str, side: str, attention: str, monkeypa
         (len(shared[0]), 5),
     ]
     prompt, prompt_apart = (next(iter(r.passes[0][1].values())) for r in (shared_record, record))
-    real = torch.ones(record.passes[0][0].shape, dtype=torch.bool) if side == "none" else record.passes[0][0].mask_BT
+    real: Any = (
+        torch.ones(record.passes[0][0].shape, dtype=torch.bool) if side == "none" else record.passes[0][0].mask_BT
+    )
     entropies = [entry.signals["gate_entropy"].view(real.shape)[real] for entry in (prompt, prompt_apart)]
     torch.testing.assert_close(*entropies, atol=2e-5, rtol=0)
     if side != "none":
-        masks = [r.passes[0][0].mask_BT for r in (shared_record, record)]
+        masks: list[Any] = [r.passes[0][0].mask_BT for r in (shared_record, record)]
         assert torch.equal(*masks)
 
 

@@ -232,7 +232,7 @@ def test_the_kl_of_padding_alone_is_zero() -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_states_that_are_not_finite_are_not_fitted(value: float) -> None:
-    model = vmoer.attach(tiny.model("granitemoe"), vmoer.Laplace())
+    model: Any = vmoer.attach(tiny.model("granitemoe"), vmoer.Laplace())
     with torch.no_grad():
         model.get_input_embeddings().weight[5] = value
     before = [router.novelty_root_RD for router in routers_of(model).values()]

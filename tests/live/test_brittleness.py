@@ -167,7 +167,7 @@ def test_one_layer_by_hand(model: Any) -> None:
                 position_embeddings=inner.rotary_emb(x, positions),
             )
             x = block.post_attention_layernorm(x + attention * block.residual_multiplier)
-            router = next(found for found in find(model) if found.layer == layer).router
+            router: Any = next(found for found in find(model) if found.layer == layer).router
             logits = x @ router.weight.T
             return logits.topk(2, -1).indices[mask]
 
@@ -177,7 +177,7 @@ def test_one_layer_by_hand(model: Any) -> None:
     np.testing.assert_allclose(result.at(gamma)[0], expected, rtol=1e-6)
     assert min(expected) < 1
     assert result.norms_L[0] == pytest.approx(sd.item() / gamma, rel=1e-6)
-    assert result.relative == (pytest.approx(gamma * math.sqrt(states.shape[-1])),)
+    assert result.relative == (pytest.approx(gamma * math.sqrt(states.shape[-1])),)  # type: ignore[comparison-overlap]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -5,7 +5,6 @@ results written over those of the capture, which is what a replay does. Oracle: 
 """
 
 import contextlib
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,7 +41,7 @@ class Graph:
 
 
 @pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Graph]]:
+def graphs(monkeypatch: pytest.MonkeyPatch) -> type[Graph]:
     Graph.captures = Graph.replays = 0
     Graph.work = own = VariationalGate._described
 

@@ -51,7 +51,7 @@ def check(ours: Any, theirs: Any) -> None:
 )
 def test_passes_and_records_compile_nothing_anew(key: str, signals: Any) -> None:
     model, batch = attached(key), tiny.batch()
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    compiled: Any = torch.compile(model, fullgraph=True, backend="eager")
     with torch.no_grad():
         for passes in (1, 3, 2):
             with vmoer.record(compiled, signals=signals) as ours:
@@ -68,7 +68,7 @@ def test_passes_and_records_compile_nothing_anew(key: str, signals: Any) -> None
 
 def test_a_record_keeps_what_the_next_one_writes_over() -> None:
     model, batch = attached("vglr-fc"), tiny.batch()
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    compiled: Any = torch.compile(model, fullgraph=True, backend="eager")
     other = {**batch, "input_ids": batch["input_ids"].flip(0)}
     with torch.no_grad():
         with vmoer.record(compiled) as first:
@@ -83,7 +83,7 @@ def test_a_record_keeps_what_the_next_one_writes_over() -> None:
 
 def test_eager_and_compiled_passes_of_one_record_keep_their_order() -> None:
     model, batch = attached("vtsr"), tiny.batch()
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    compiled: Any = torch.compile(model, fullgraph=True, backend="eager")
     other = {**batch, "input_ids": batch["input_ids"].flip(0)}
     with torch.no_grad():
         with vmoer.record(compiled) as ours:
@@ -99,7 +99,7 @@ def test_eager_and_compiled_passes_of_one_record_keep_their_order() -> None:
 def test_more_tokens_than_the_tape_holds_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tape, "COLUMNS", 40)
     model, batch = attached("vglr-mf"), tiny.batch()
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    compiled: Any = torch.compile(model, fullgraph=True, backend="eager")
     with torch.no_grad(), vmoer.record(compiled) as rec:
         for _ in range(3):
             compiled(**batch)

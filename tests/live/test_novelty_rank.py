@@ -42,7 +42,7 @@ def test_the_default_rank_is_within_a_hundredth_of_all_directions() -> None:
 def test_laplace_keeps_every_direction_and_others_as_many_as_are_asked_for() -> None:
     for config, rank, rows in ((vmoer.Laplace(), None, 32), (vmoer.MeanField(), "full", 32), (vmoer.MeanField(), 5, 5)):
         model = vmoer.attach(tiny.model("granitemoe"), config)
-        vmoer.fit(model, [tiny.batch()], rank=rank)
+        vmoer.fit(model, [tiny.batch()], rank=rank)  # type: ignore[arg-type]
         assert {len(router.novelty_root_RD) for router in routers_of(model).values()} == {rows}
 
 

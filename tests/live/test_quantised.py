@@ -201,7 +201,7 @@ def test_bitsandbytes(name: str, bits: int, tmp_path: Path) -> None:
 
 def test_layers_without_a_backward_pass_are_not_trained_through(tmp_path: Path) -> None:
     """As bitsandbytes marks its 4-bit layers where the processor has AVX512-BF16; inference goes on."""
-    model = vmoer.attach(tiny.model("granitemoe"), vmoer.MeanField())
+    model: Any = vmoer.attach(tiny.model("granitemoe"), vmoer.MeanField())
     examples = Examples([[5, 6, 7, 8]] * 4, [0, 1, 0, 1], [2] * 4, [3, 4])
     go: dict[str, Any] = {"plan": Plan(epochs=1, batch_size=2), "folder": tmp_path}
     arguments = tf.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")

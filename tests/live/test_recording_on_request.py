@@ -4,6 +4,7 @@ import asyncio
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import tiny
@@ -45,7 +46,7 @@ def test_signals_are_those_asked_for(signals, names) -> None:
     with vmoer.record(model, step=0) as trained:
         model(**batch)
     router = next(iter(routers_of(model).values()))
-    posterior = next(iter(trained.passes[0][1].values())).posterior
+    posterior: Any = next(iter(trained.passes[0][1].values())).posterior
     samples_TSN = posterior.q.samples(router.points())
     expected_T = samples_TSN.detach().var(1).sum(-1)
     torch.testing.assert_close(everything.signals["mc_logit_variance"][0].flatten(), expected_T)

@@ -47,7 +47,8 @@ def test_layers_draw_together_what_each_draws_alone(kind: str) -> None:
     """Oracle: `vmoer.numerics.noise` itself, a layer at a time, key by key."""
     positions_T, rows_T = torch.arange(12) % 5, torch.arange(12) // 5
     layers, seed, n = (1, 4, 7), 3, 6
-    given: dict[str, Any] = {"step": {"step": 9}, "passes": {"passes_T": rows_T + 2}, "neither": {}}[kind]
+    kinds: dict[str, Any] = {"step": {"step": 9}, "passes": {"passes_T": rows_T + 2}, "neither": {}}
+    given = kinds[kind]
     drawn: dict[Any, torch.Tensor] = {}
     lane, position = torch.arange(n), positions_T.unsqueeze(1)
     for layer in layers:
@@ -91,7 +92,7 @@ def test_layers_of_unlike_posteriors_are_asked_apart() -> None:
     """A parameter shared by all tokens, such as Laplace's factor, cannot be joined along them."""
     q = [Scaled(torch.zeros(3, 2), torch.ones(3), torch.eye(2) * i) for i in (1.0, 2.0)]
     assert joined(q) is None
-    assert joined([q[0], dataclasses.replace(q[0], mean_TN=torch.ones(4, 2), scale_T=torch.ones(4))]).mean_TN.shape == (
+    assert joined([q[0], dataclasses.replace(q[0], mean_TN=torch.ones(4, 2), scale_T=torch.ones(4))]).mean_TN.shape == (  # type: ignore[union-attr]
         7,
         2,
     )

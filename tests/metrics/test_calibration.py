@@ -175,7 +175,7 @@ def test_noise_floor_of_500_questions(rng, calibrated):
 
 def test_p_values_of_calibrated_predictions_are_uniform(rng, calibrated):
     """Oracle: under the null a p-value is below 0.1 in 10% of data sets."""
-    values = [m.noise_floor(*calibrated(rng, 200), draws=99, seed=s).p_value for s in range(300)]
+    values = [m.noise_floor(*calibrated(rng, 200), draws=99, seed=s).p_value for s in range(300)]  # type: ignore[misc]
     assert np.mean(np.array(values) <= 0.1) == pytest.approx(0.1, abs=0.05)
 
 

@@ -66,7 +66,7 @@ def test_chunks_of_draws_are_one_series(rng, predictions):
 
 def test_over_seeds_draws_the_seeds_too(rng, predictions):
     """Oracle: draws of one seed are those of the estimate; equal seeds change nothing."""
-    (one,) = [calibration_estimates(*predictions(rng, 50), 40, 0)["nll"]]
+    (one,) = [calibration_estimates(*predictions(rng, 50), 40, 0)["nll"]]  # type: ignore[call-arg]
     assert over_seeds([one], 0) is one
     value, draws = over_seeds([one, one], 0)
     assert value == pytest.approx(one.value)

@@ -182,6 +182,6 @@ def test_accepted_by_hand():
     """Oracle: three of five answers at or below the threshold, one of them half wrong; none below zero."""
     found = accepted([0.1, 0.2, 0.3, 0.4, 0.5], [0, 0.5, 0, 1, 1], 0.3)
     assert (found.questions, found.accepted, found.errors) == (5, 3, 1)
-    assert (found.coverage.value, found.risk.value) == (0.6, pytest.approx(1 / 3))
+    assert (found.coverage.value, found.risk.value) == (0.6, pytest.approx(1 / 3))  # type: ignore[comparison-overlap]
     assert found.risk.high == pytest.approx(binomtest(1, 3).proportion_ci(0.95, method="exact").high)
     assert accepted([1.0], [1.0], 0.0).risk == (0, 0, 1)

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -28,7 +29,11 @@ def predictions() -> dict[str, list]:
                 for seed in (0, 1):
                     own = scale * (logits + rng.random((240, 4)) / 2)
                     log_probs = own - np.log(np.exp(own).sum(1, keepdims=True))
-                    cell = {"id": [f"q{i}" for i in range(240)], "task": [task] * 240, "split": [split] * 240}
+                    cell: dict[str, Any] = {
+                        "id": [f"q{i}" for i in range(240)],
+                        "task": [task] * 240,
+                        "split": [split] * 240,
+                    }
                     cell |= {"method": [method] * 240, "seed": [seed] * 240, "answer": answers.tolist()}
                     cell |= {"log_probs": log_probs.tolist(), "prompt_tokens": tokens}
                     cell["gate_entropy"] = (rng.random(240) + shift / 10).tolist()

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -146,9 +147,12 @@ def test_metrics_are_computed_where_absent(results, tmp_path, monkeypatch):
     for name in ("predictions.parquet", "meta.json"):
         shutil.copy(results / name, tmp_path)
     called = []
-    monkeypatch.setattr(
-        "vmoer.evaluation.scores.write", lambda d: called.append(d) or shutil.copy(results / "metrics.json", d)
-    )
+
+    def write(folder):
+        called.append(folder)
+        shutil.copy(results / "metrics.json", folder)
+
+    monkeypatch.setattr("vmoer.evaluation.scores.write", write)
     assert read(tmp_path) == read(results)
     assert called == [tmp_path]
 
@@ -177,7 +181,7 @@ def test_in_chromium(written, tmp_path):
         "  document.title = [page.documentElement.scrollWidth, drawn.length, wide.length].join();"
         "};</script>"
     )
-    command = [CHROMIUM, *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=5000"]
+    command = [str(CHROMIUM), *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=5000"]
     done = subprocess.run([*command, "--dump-dom", wrapper.as_uri()], capture_output=True, text=True, timeout=120)
     found = re.search(r"<title>(\d+),(\d+),(\d+)</title>", done.stdout)
     assert found, done.stderr
@@ -190,7 +194,9 @@ def test_in_chromium(written, tmp_path):
 
 def hostile(folder, names):
     """Predictions whose tasks and methods have such names."""
-    columns = {name: [] for name in ("id", "task", "split", "method", "seed", "answer", "log_probs", "prompt_tokens")}
+    columns: dict[str, list[Any]] = {
+        name: [] for name in ("id", "task", "split", "method", "seed", "answer", "log_probs", "prompt_tokens")
+    }
     for name in names:
         for i in range(4):
             told = (f"q{i}", name, "test", name, 0, i % 2, [-0.5, -0.9329], 5 + i)

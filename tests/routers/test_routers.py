@@ -136,7 +136,7 @@ def test_own_weights_at_a_low_temperature_are_the_model() -> None:
     u = u[: len(own)]
     wanted = g.scoring.choose(own, None)
     weighed = g.scoring.weigh(own, wanted, None)
-    settings = {"prior_mean": 0.0011, "t_min": 0.001}
+    settings: dict[str, Any] = {"prior_mean": 0.0011, "t_min": 0.001}
     for weights in ("own", "scaled"):
         out = router(vmoer.VariationalTemperature(weights=weights, **settings), g)(u, own, call(len(own)), None)
         chosen = g.scoring.choose(out.select_TN, None)
@@ -368,12 +368,12 @@ def test_padding_does_not_enter_the_kl() -> None:
     ("make", "message"),
     [
         (lambda: vmoer.routers.method("vglr_fc"), "did you mean vglr-fc"),
-        (lambda: vmoer.MeanField(sampling="quasi"), "choose one of fixed, mc"),
+        (lambda: vmoer.MeanField(sampling="quasi"), "choose one of fixed, mc"),  # type: ignore[arg-type]
         (lambda: vmoer.MeanField(samples=0), "samples=0 must be at least 1"),
         (lambda: vmoer.FullCovariance(beta=-1), "beta=-1"),
         (lambda: vmoer.LowRank(rank=-1), "rank=-1"),
         (lambda: vmoer.VariationalTemperature(regulariser="none"), "choose one of neg_log_t"),
-        (lambda: vmoer.MeanField(layers="first"), "layers must be"),
+        (lambda: vmoer.MeanField(layers="first"), "layers must be"),  # type: ignore[arg-type]
     ],
 )
 def test_bad_configurations(make: Any, message: str) -> None:

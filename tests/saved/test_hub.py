@@ -112,7 +112,12 @@ def run_folder(folder: Path) -> Any:
     base.config._name_or_path = "/models/somewhere/base"
     model = get_peft_model(base, LoraConfig(target_modules=["q_proj"], r=2, init_lora_weights=False))
     vmoer.attach(model, vmoer.MeanField())
-    run = {"model": "/models/somewhere/base", "task": "openbookqa", "method": "vglr-mf", "preset": "default"}
+    run: dict[str, Any] = {
+        "model": "/models/somewhere/base",
+        "task": "openbookqa",
+        "method": "vglr-mf",
+        "preset": "default",
+    }
     run |= {"stage2": {"best_validation_nll": 0.71234}}
     vmoer.save(model, folder, run=run)
     return model

@@ -24,7 +24,8 @@ def _is_error(found: dict[str, Any]) -> bool:
 
 class Page:
     def __init__(self, socket: Any) -> None:
-        self.socket, self.number, self.waiting = socket, 0, {}
+        self.socket, self.number = socket, 0
+        self.waiting: dict[int, Any] = {}
         self.said: list[str] = []
         """Errors on the console, and exceptions."""
 
@@ -71,7 +72,7 @@ async def browsing(url: str, folder: Path) -> AsyncIterator[Page]:
     assert CHROMIUM is not None
     options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0", "--no-first-run"]
     command = [CHROMIUM, *options, f"--user-data-dir={folder}", "about:blank"]
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     process = subprocess.Popen(command, env=os.environ | {"HOME": str(folder)}, **quiet)
     try:
         active = folder / "DevToolsActivePort"

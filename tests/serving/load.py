@@ -24,7 +24,7 @@ import httpx
 import numpy as np
 import psutil
 import served
-from conftest import Server, free_port
+from conftest import Server, free_port  # type: ignore[attr-defined]
 
 NEW, TOGETHER, WORDS = (
     16,

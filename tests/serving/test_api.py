@@ -12,7 +12,7 @@ import numpy as np
 import openai
 import pytest
 import served
-from conftest import Server
+from conftest import Server  # type: ignore[attr-defined]
 
 pytestmark = pytest.mark.serving
 SIGNALS = {"gate_entropy", "logit_variance", "mc_logit_variance", "novelty"}

@@ -10,7 +10,7 @@ from typing import Any
 
 import browser
 import pytest
-from conftest import Server
+from conftest import Server  # type: ignore[attr-defined]
 
 pytestmark = [
     pytest.mark.serving,

@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 import served
-from conftest import Server, free_port
+from conftest import Server, free_port  # type: ignore[attr-defined]
 
 pytestmark = pytest.mark.serving
 ERRORS = openai.OpenAIError, httpx.TransportError  # a stream that ends in its middle is an error of the transport

@@ -180,7 +180,7 @@ def claims(rows: list[dict[str, object]]) -> dict[str, bool]:
 
 
 def claimed(
-    method: str, seed: int, metric: str, value: float, low: float, high: float, **more: object
+    method: str, seed: int | None, metric: str, value: float, low: float, high: float, **more: object
 ) -> dict[str, object]:
     keys = {"study": None, "task": "demo", "split": "test", "method": method, "seed": seed, "metric": metric}
     return keys | {"value": value, "low": low, "high": high} | more

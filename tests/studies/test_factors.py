@@ -125,7 +125,7 @@ def write(out: Path, level: dict[str, Any], averaging: str, log_probs: Any, answ
     n = len(answers)
     folder = out / "factors" / f"{level['slug']}-s{level['seed']}"
     (folder / averaging).mkdir(parents=True)
-    columns = {"id": [f"q{i:03d}" for i in range(n)], "task": ["t"] * n, "split": [split] * n}
+    columns: dict[str, Any] = {"id": [f"q{i:03d}" for i in range(n)], "task": ["t"] * n, "split": [split] * n}
     columns |= {"method": [level["label"]] * n, "seed": [level["seed"]] * n, "answer": answers.tolist()}
     columns |= {"log_probs": log_probs.tolist(), "prompt_tokens": [9] * n}
     pq.write_table(pa.table(columns), folder / averaging / "predictions.parquet")
@@ -246,10 +246,12 @@ def test_points_are_replaced_where_only_they_change(
     real, seen = factors.predict_task, []
 
     def predict_task(model: Any, *args: Any, **kwargs: Any) -> Any:
+        router: Any
         for layer, router in routers_of(model).items():
             own = routers_of(default.model)[layer]
             assert all((a == b).all() for a, b in zip(router.parameters(), own.parameters(), strict=True))
-            seen.append((router.points().shape[0], router.config.samples, attached(model).config.samples))
+            config: Any = attached(model).config
+            seen.append((router.points().shape[0], router.config.samples, config.samples))
         return real(model, *args, **kwargs)
 
     monkeypatch.setattr(factors, "predict_task", predict_task)

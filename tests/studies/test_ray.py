@@ -43,8 +43,8 @@ print("failed", [(cell.key["n"], reason) for cell, reason in outcome.failed])
 def driver(script: str, *arguments: str) -> "subprocess.Popen[str]":
     command = [sys.executable, "-c", script, *arguments]
     path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    where = {"env": os.environ | {"PYTHONPATH": path}, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command, text=True, **where)
+    env, pipe = os.environ | {"PYTHONPATH": path}, subprocess.PIPE
+    return subprocess.Popen(command, text=True, env=env, stdout=pipe, stderr=pipe)
 
 
 def began(on_ray: "subprocess.Popen[str]", logs: Path, n: int) -> int:

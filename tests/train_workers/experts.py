@@ -61,7 +61,7 @@ def build(case: Case, folder: Path, processes: int) -> Any:
     """The model with routers far from their prior, as they would come from training."""
     load = tf.AutoModelForCausalLM.from_pretrained
     model = load(folder / case.model, dtype=torch.float32, distributed_config=case.spread(processes)).eval()
-    settings = {} if case.sampling == "fixed" else {"sampling": case.sampling}
+    settings: dict[str, Any] = {} if case.sampling == "fixed" else {"sampling": case.sampling}
     vmoer.attach(model, vmoer.methods()[case.method](**settings))
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():

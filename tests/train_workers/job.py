@@ -58,7 +58,8 @@ def leave_logits(model: Any, rank: int, folder: str) -> None:
 
 
 def config(key: str = "vglr-fc") -> Any:
-    return vmoer.methods()[key](layers=[1, 2], beta=0.1)
+    kind: Any = vmoer.methods()[key]
+    return kind(layers=[1, 2], beta=0.1)
 
 
 def loop(rank: int, size: int, folder: str, sharded: bool = False, micro: int | None = None) -> None:
@@ -77,6 +78,7 @@ def loop(rank: int, size: int, folder: str, sharded: bool = False, micro: int | 
     )
     leave_logits(model, rank, folder)
     if rank == 0:
+        assert outcome is not None
         torch.save(outcome.last, Path(folder) / "routers.pt")
 
 
@@ -235,7 +237,7 @@ def run_train(job: dict[str, Any]) -> None:
 
     Steps.take = step  # type: ignore[method-assign]
     method = vmoer.methods()[job.pop("method")](**job.pop("settings"))
-    plans = {name: Plan(**job.pop(name)) for name in ("stage1", "stage2")}
+    plans: dict[str, Any] = {name: Plan(**job.pop(name)) for name in ("stage1", "stage2")}
     stages, data = Stages(rank=job.pop("rank"), **plans), Data(root=job.pop("data_root"))
     warnings.simplefilter("ignore")
     train(method=method, running=Running(checkpoint_every=3, log_every=2), stages=stages, data=data, **job)

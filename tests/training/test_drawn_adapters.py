@@ -172,7 +172,8 @@ def test_a_stopped_run_ends_as_one_that_was_not(
     run: tuple[AdapterNoise, Path], place: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Oracle: the files of the run that was never stopped; this one is stopped in its second epoch."""
-    real, taken = Steps.take, []
+    real = Steps.take
+    taken: list[int] = []
 
     def take(self: Steps, rows: Any, lr: float, step: int) -> Any:
         if len(taken) == 4:
@@ -258,7 +259,7 @@ def test_what_cannot_be_drawn_is_refused(place: tuple[str, str]) -> None:
     model = attach(world.model(), Deterministic())
     with pytest.raises(InputError, match="no LoRA adapter"):
         draw(model, BLoB(), seed=0)
-    tuned = attach(add_lora(world.model(), rank=2), Deterministic())
+    tuned: Any = attach(add_lora(world.model(), rank=2), Deterministic())
     tuned.merge_adapter()
     with pytest.raises(InputError, match="merged"):
         draw(tuned, BLoB(), seed=0)

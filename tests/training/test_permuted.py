@@ -180,7 +180,7 @@ def test_which_state_is_kept(keep: Any, place: tuple[str, str], tmp_path: Path) 
 def _check_moved(moved: dict[str, Any], model: Any, epoch: int) -> None:
     """Oracle: the kept parameters less those of the same method newly attached to the same model; N s0^2 at first."""
     kept = [p.detach().double() for router in routers_of(model).values() for p in router.parameters()]
-    config = attached(model).config
+    config: Any = attached(model).config
     fresh = attach(detach(model), config)
     start = [p.detach().double() for router in routers_of(fresh).values() for p in router.parameters()]
     changes = torch.cat([(a - b).flatten() for a, b in zip(kept, start, strict=True)])

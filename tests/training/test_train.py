@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 
 
 def fc(**changes: Any) -> Any:
-    return vmoer.FullCovariance(**({"layers": [1, 2], "beta": 0.01} | changes))
+    return vmoer.FullCovariance(**dict[str, Any](layers=[1, 2], beta=0.01) | changes)
 
 
 def run(
@@ -131,6 +131,7 @@ def test_evaluation_is_that_of_predict() -> None:
     """Oracle: `vmoer.predict`, question by question, in both ways of averaging that training validates by."""
     model = vmoer.attach(world.model(), fc())
     examples = world.examples(5, 4)
+    averaging: Any
     for passes, averaging in ((1, "router"), (3, "full")):
         ours = evaluate(model, examples, Workers(), passes=passes)
         for row, prompt in enumerate(examples.prompts):
@@ -178,7 +179,7 @@ def test_only_routers_change(key: str, tmp_path: Path) -> None:
 
 def test_nothing_before_the_first_attached_layer_is_in_the_graph() -> None:
     """Oracle: requires_grad of the states that enter each decoder layer."""
-    model = vmoer.attach(world.model(), fc(layers=[1]))
+    model: Any = vmoer.attach(world.model(), fc(layers=[1]))
     seen = []
     for layer in model.model.layers:
         layer.register_forward_pre_hook(lambda module, args: seen.append(args[0].requires_grad))

@@ -29,7 +29,7 @@ from vmoer.training.presets import preset_layers
 from vmoer.training.run import DEFAULT, PAPER, Data, Plan, Running, Stages, Workers, encode_questions, train
 from vmoer.training.stages import validation_nll
 
-PLANS = {"stage1": {"epochs": 2, "lr": 1e-3}, "stage2": {"epochs": 3, "lr": 1e-3}}
+PLANS: dict[str, Any] = {"stage1": {"epochs": 2, "lr": 1e-3}, "stage2": {"epochs": 3, "lr": 1e-3}}
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 def go(place: tuple[str, str], out: Path, method: Any = "vglr-fc", **more: Any) -> dict[str, Any]:
     plans = {name: Plan(**plan) for name, plan in PLANS.items()}
-    stages = {"rank": 2, **plans} | {name: more.pop(name) for name in [*more] if name in Stages.__dataclass_fields__}
+    stages: dict[str, Any] = {"rank": 2, **plans} | {
+        name: more.pop(name) for name in [*more] if name in Stages.__dataclass_fields__
+    }
     data = Data(root=place[1], stage2=more.pop("stage2_data", None))
     more = {"running": Running(checkpoint_every=3, log_every=2)} | more
     return train(place[0], "sciq", method, out=out, stages=Stages(**stages), data=data, **more)
@@ -93,7 +95,7 @@ def test_stage_2_learns_from_questions_that_stage_1_never_saw(place: tuple[str, 
 @pytest.mark.slow
 def test_killed_in_either_stage_the_same_command_gives_the_same_bytes(place: tuple[str, str], tmp_path: Path) -> None:
     """Oracle: every file of the run that was never killed. Signal 9 hits stage 1 and, in a second attempt, stage 2."""
-    config = {"layers": [0, 1], "beta": 0.001}
+    config: dict[str, Any] = {"layers": [0, 1], "beta": 0.001}
     method = vmoer.FullCovariance(**config)
     arguments = {
         "model": place[0],

@@ -6,7 +6,13 @@ from kernel_cases import DEVICE, INTERPRETED
 
 from vmoer.numerics.kernels.quadratic import novelty
 
-CASES = [(1, 16, 3, 16), (37, 72, 72, 16), (70, 200, 20, 16), (5, 48, 32, 128), (300, 576, 128, 128)]
+CASES: list[tuple[int, int, int, int | None]] = [
+    (1, 16, 3, 16),
+    (37, 72, 72, 16),
+    (70, 200, 20, 16),
+    (5, 48, 32, 128),
+    (300, 576, 128, 128),
+]
 CASES += [(300, 576, 256, 128)] + ([] if INTERPRETED else [(5000, 576, 256, None), (5000, 1536, 128, None)])
 
 
