@@ -83,19 +83,19 @@ def forget() -> None:
 
 @torch.library.custom_op("vmoer::route", mutates_args=())
 def route(u_TD: Tensor, logits_TN: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    """The logits to route by, [T, N] in their own dtype, and the signals, [T, G] in float32."""
+    """The logits to route by, [T, N], and the signals, [T, G], both in float32: half precision would make ties of near ones."""
     hosted = _HOSTED[name]
     with torch.no_grad():
         averaged_TN, signals = _answer(hosted.router, hosted.weight_ND, u_TD, logits_TN, hosted.wanted)
         columns = [signals[name].float() for name in hosted.signals]
         signals_TG = torch.stack(columns, -1) if columns else u_TD.new_empty((len(u_TD), 0), dtype=torch.float32)
-        return averaged_TN.to(logits_TN.dtype), signals_TG
+        return averaged_TN.float(), signals_TG
 
 
 @route.register_fake
 def _(u_TD: Tensor, logits_TN: Tensor, name: str) -> tuple[Tensor, Tensor]:
     signals_TG = u_TD.new_empty((u_TD.shape[0], len(_HOSTED[name].signals)), dtype=torch.float32)
-    return torch.empty_like(logits_TN, memory_format=torch.contiguous_format), signals_TG
+    return logits_TN.new_empty(logits_TN.shape, dtype=torch.float32), signals_TG
 
 
 def _answer(
@@ -105,6 +105,6 @@ def _answer(
     row_T = torch.arange(len(u_TD), device=u_TD.device)  # fixed points do not depend on it
     routing = router(u_TD, wide_TN, Call(router.layer, row_T, row_T), weight_ND)
     if routing is None:  # the model's own routing; a copy, since an operator's answer is never its input
-        return logits_TN.clone(), token_signals(Inputs(router, u_TD, wide_TN), None, wanted)
+        return logits_TN.to(torch.float32, copy=True), token_signals(Inputs(router, u_TD, wide_TN), None, wanted)
     assert isinstance(routing, Routing)
     return routing.select_TN, token_signals(Inputs(router, u_TD, routing.weight_TN), routing.posterior, wanted)
