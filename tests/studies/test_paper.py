@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import hub_server
 import pytest
 import torch
 
@@ -26,6 +27,7 @@ from vmoer.training.plan import Plan
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "golden" / "paper-tables.json"
 GRANITE = paper_models()["granite"]
+SHAPES = dict(zip(paper_models().values(), ("granite-3b", "qwen1.5-moe", "deepseek-moe-16b"), strict=True))
 UNTRAINED = ("temp-scale", "laplace", "fixed-noise")
 Row = dict[str, Any]
 
@@ -33,10 +35,9 @@ Row = dict[str, Any]
 @pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     """The paper's models by their shapes in the benchmark, without the hub and without weights."""
-    shapes = dict(zip(paper_models().values(), ("granite-3b", "qwen1.5-moe", "deepseek-moe-16b"), strict=True))
 
     def skeleton(name: str) -> Any:
-        return GEOMETRIES[shapes[name]].build("meta", torch.bfloat16)
+        return GEOMETRIES[SHAPES[name]].build("meta", torch.bfloat16)
 
     _variants.moe_layers.cache_clear()
     monkeypatch.setattr(_variants, "skeleton", skeleton)
@@ -203,6 +204,25 @@ def test_a_dry_run_says_cells_hours_and_memory(
     assert cli.run([*command, "--model", "granite", "--recompute"]) == 0
     assert re.search(rf"to {3.2 * hours:.1f} +15\b", capsys.readouterr().out)
     assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("short", paper_models())
+def test_a_dry_run_asks_the_hub_for_the_configuration_alone(
+    short: str, hub: hub_server.Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Oracle: what the server was asked for, and the number of layers with experts in the paper's table of models."""
+    name = paper_models()[short]
+    kind, settings, *_ = dataclasses.astuple(GEOMETRIES[SHAPES[name]])
+    hub.create(name)
+    hub.commit(name, "main", {"config.json": json.dumps({"model_type": kind, **settings}).encode()})
+    _variants.moe_layers.cache_clear()
+    command = ["study", "paper", "--table", "motivation", "--seeds", "0", "--dry-run", "--out", str(tmp_path / "none")]
+    assert cli.run([*command, "--model", short]) == 0
+    cells = 2 + {"granite": 32, "qwen": 24, "deepseek": 27}[short]  # brittleness; the deterministic line; each layer
+    assert re.search(rf"motivation +{cells} +0 ", capsys.readouterr().out)
+    asked = {line.split("?")[0].rpartition("/")[2] for line in hub.log if "/resolve/" in line}
+    assert not [file for file in asked if not file.endswith(".json")]
+    assert not [file for file in asked if "safetensors" in file]
 
 
 def test_recompute_is_for_stage_1_and_for_every_study(tmp_path: Path) -> None:
