@@ -23,7 +23,9 @@ import vmoer
 from vmoer import cli, harness, metrics, tasks
 from vmoer.demo import model_path
 from vmoer.errors import InputError
+from vmoer.metrics.calibrators import Choice, OutputTemperature
 from vmoer.models import open_model
+from vmoer.saved import calibrator
 from vmoer.tasks.prompt import letter_ids, prompt
 
 pytestmark = pytest.mark.slow
@@ -78,6 +80,9 @@ def save_run(folder: Path) -> None:
     torch.manual_seed(1)
     model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"], r=2, init_lora_weights=False))
     vmoer.save(vmoer.attach(model, vmoer.MeanField(layers=[4])), folder)
+    choice = Choice(OutputTemperature(3.0), {"temperature": 1.0}, np.zeros((1, 4)))
+    how: Any = {"averaging": "router", "passes": 1, "task": "demo", "method": "vglr-mf"}
+    calibrator.write(folder, calibrator.described(choice, options=[4] * 60, **how))
 
 
 def command(folder: Path, model: str, out: str, *more: str, tasks: str = "letters,words") -> list[str]:
@@ -147,6 +152,7 @@ def run_all(folder: Path) -> list[str]:
         command(folder, f"vmoer --model_args {base},router={folder / 'run'},enabled=False", "adapted", tasks="letters"),
         command(folder, f"vmoer --model_args {base}", "none"),
         ["lm-eval", "--model", "hf", "--model_args", base, "--tasks", "letters", "--include_path", str(folder)],
+        command(folder, f"vmoer --model_args {base},router={folder / 'run'}", "calibrated", tasks="letters"),
     ]
     first = in_a_process(folder, commands)
     again = in_a_process(folder, [command(folder, ours, "again", "--batch_size", "7")])
@@ -241,16 +247,28 @@ def test_calibration_beside_the_samples(runs: tuple[Path, list[str]], out: str, 
     )
 
 
+def test_a_run_brings_its_calibrator(runs: tuple[Path, list[str]]) -> None:
+    """Oracle: probabilities to the power 1/T, in rows of their own; with the routers off there are none."""
+    (path,) = (runs[0] / "calibrated").rglob("calibration_*.json")
+    found = {(row["method"], row["metric"]): row["value"] for row in json.loads(path.read_text())}
+    raw, answers = probabilities(runs, "calibrated", "letters"), np.array([q.answer for q in questions()])
+    cooler = raw ** (1 / 3) / (raw ** (1 / 3)).sum(1, keepdims=True)
+    for method, p in (("vglr-mf", raw), ("vglr-mf+cal", cooler)):
+        assert found[method, "nll"] == pytest.approx(-np.log(p[np.arange(len(p)), answers]).mean(), abs=1e-6)
+    (path,) = (runs[0] / "adapted").rglob("calibration_*.json")
+    assert {row["method"] for row in json.loads(path.read_text())} == {"map"}
+
+
 def test_what_is_printed(runs: tuple[Path, list[str]]) -> None:
     """lm-eval's table, then ours; with no folder for the samples too, and then nothing is left behind."""
-    hf, off, on, _, _, _, none, loose, _ = runs[1]
+    hf, off, on, _, _, _, none, loose, _, _ = runs[1]
     for text in (hf, off, on, loose):
         assert text.startswith("0\n")
         assert text.index("|letters|") < text.index("Calibration over the options") < text.index("ECE floor")
     assert none.startswith("2\n")
     assert "the model vmoer needs router=RUN" in none
     made = {"letters.jsonl", "letters.yaml", "words.jsonl", "words.yaml", "router", "run", "home"}
-    made |= {"hf", "off", "on", "full", "peft", "adapted", "again"}
+    made |= {"hf", "off", "on", "full", "peft", "adapted", "calibrated", "again"}
     assert {p.name for p in runs[0].iterdir()} <= made
     info = results(runs, "on")["config"]["vmoer"]
     assert (info["router_config"]["method"], tuple(info["router_config"]["layers"])) == ("vglr-fc", LAYERS)
@@ -336,6 +354,22 @@ def test_calibration_of_samples_logged_before(tmp_path: Path, capsys: pytest.Cap
     assert cli.run(["lm-eval", "calibration", str(tmp_path / "nowhere")]) == 2
     (tmp_path / "empty").mkdir()
     assert cli.run(["lm-eval", "calibration", str(tmp_path / "empty")]) == 2
+
+
+def test_a_calibrator_for_other_questions_is_left_out_with_a_note(tmp_path: Path) -> None:
+    """Two options, and a calibrator for four."""
+    options = [("Q:", " yes", -0.1), ("Q:", " no", -2.0)]
+    samples_file(tmp_path / "model", "coin", [sample(0, options, 0), sample(1, options, 1)])
+    choice = Choice(OutputTemperature(3.0), {}, np.zeros((1, 4)))
+    how: Any = {"options": [4] * 60, "averaging": "router", "passes": 1, "task": "demo", "method": "vglr-mf"}
+    ours = {"averaging": "router", "passes": 8, "enabled": True, "router_config": {"method": "vglr-mf"}}
+    ours["calibrator"] = calibrator.described(choice, **how)
+    (samples,) = tmp_path.rglob("samples_coin_*.jsonl")
+    name = samples.name.replace("samples_coin_", "results_").replace(".jsonl", ".json")
+    samples.with_name(name).write_text(json.dumps({"config": {"vmoer": ours}}))
+    with pytest.warns(UserWarning, match="coin without the run's calibrator: .* 4 options, and one has 2"):
+        rows, _ = harness.calibrate([samples])
+    assert {row["method"] for row in rows} == {"vglr-mf"}
 
 
 def test_the_entry_point_is_one_lm_eval_can_resolve() -> None:

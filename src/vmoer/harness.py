@@ -8,12 +8,13 @@ largest. The distribution behind that choice is
 
     p(option) = softmax of the options' log-likelihoods
 
-and NLL, Brier score and ECE are of it.
+and NLL, Brier score and ECE are of it. Where the run has a calibrator that fits, they are there a second time, of METHOD+cal.
 """
 
 import math
 import re
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,7 +34,9 @@ from vmoer.files import parse_json, read_json, write_json
 from vmoer.inference.averaging import ORDERS
 from vmoer.live.attach import attached, sampled, switched_off
 from vmoer.models import embedded
-from vmoer.saved.store import load
+from vmoer.saved import calibrator
+from vmoer.saved.fetch import locate
+from vmoer.saved.store import put_on, read_folder
 
 NAME = "vmoer"
 
@@ -83,7 +86,9 @@ class VMoERLM(HFLM):  # type: ignore[misc]
 
     def _create_model(self, *args: Any, **options: Any) -> None:
         super()._create_model(*args, **options)
-        self._model: Any = load(self._model, self.router, revision=self.router_revision)
+        saved = read_folder(locate(self.router, self.router_revision))
+        self._model: Any = put_on(self._model, saved, self.router)
+        self.calibrator = calibrator.of(saved)
 
     def _routing(self) -> AbstractContextManager[None]:
         return nullcontext() if self.enabled else switched_off(self.model)
@@ -111,6 +116,8 @@ class VMoERLM(HFLM):  # type: ignore[misc]
         config = attached(self.model).config.to_dict() | {"layers": attached(self.model).layers}
         ours: dict[str, Any] = {"router": self.router, "router_revision": self.router_revision, "router_config": config}
         ours |= {"enabled": self.enabled, "averaging": self.averaging, "passes": self.passes}
+        if self.enabled and self.calibrator is not None and self.calibrator.kind != "none":
+            ours["calibrator"] = self.calibrator.file
         return {**super().get_model_info(), "vmoer": {"version": __version__, **ours}}
 
 
@@ -149,10 +156,12 @@ def calibrate(files: Iterable[Path], seed: int = 0) -> tuple[list[Row], dict[str
         except InputError as error:
             left_out[task] = str(error)
             continue
-        about: Row = {"study": "lm-eval", **_model(path.parent, date), "task": task}
+        results = _results(path.parent, date)
+        about: Row = {"study": "lm-eval", **_model(results, path.parent), "task": task}
         about |= {"split": None, "seed": None, "signal": None, "run": date}
-        for metric, (value, low, high) in _metrics(*read, seed).items():
-            run.append({**about, "metric": metric, "value": value, "low": low, "high": high})
+        run += _rows(about, read, seed)
+        if (mapped := _calibrated(results, read, task)) is not None:
+            run += _rows(about | {"method": f"{about['method']}+cal"}, mapped, seed)
     for (folder, date), own in by_run.items():
         if own:
             write_json(folder / f"calibration_{date}.json", own)
@@ -167,18 +176,48 @@ def _parts(path: Path) -> tuple[str, str]:
     return match["task"], match["date"]
 
 
-def _model(folder: Path, date: str) -> dict[str, str | None]:
-    """Which model answered, and how it was routed, from the results that lm-eval wrote beside the samples."""
+def _results(folder: Path, date: str) -> dict[str, Any]:
+    """What lm-eval wrote beside the samples."""
     written = sorted(folder.glob(f"*_{date}.json"))
     found = next((path for path in written if not path.name.startswith("calibration_")), None)
-    results = read_json(found) if found else {}
-    config = results.get("config") or {}
-    ours = config.get("vmoer")
-    method = config.get("model")
-    if ours:
+    results: dict[str, Any] = read_json(found) if found else {}
+    return results
+
+
+def _ours(results: Mapping[str, Any]) -> dict[str, Any]:
+    """What `get_model_info` said; nothing where another model answered."""
+    ours: dict[str, Any] = (results.get("config") or {}).get("vmoer") or {}
+    return ours
+
+
+def _model(results: Mapping[str, Any], folder: Path) -> dict[str, str | None]:
+    """Which model answered, and how it was routed."""
+    method = (results.get("config") or {}).get("model")
+    if ours := _ours(results):
         averaged = "+full" if ours["averaging"] == "full" else ""
         method = ours["router_config"]["method"] + averaged if ours["enabled"] else "map"
     return {"model": results.get("model_name") or folder.name, "method": method}
+
+
+def _calibrated(results: Mapping[str, Any], read: LoggedAnswers, task: str) -> LoggedAnswers | None:
+    """The answers through the run's calibrator; None where it has none, and with a note where it is for others."""
+    ours = _ours(results)
+    if ours.get("calibrator") is None:
+        return None
+    stored = calibrator.checked(ours["calibrator"], "the run's calibrator")
+    try:
+        stored.check_averaging(ours["averaging"], ours["passes"])
+        return LoggedAnswers(stored.apply(read.log_probs), read.answers)
+    except InputError as error:
+        warnings.warn(f"{task} without the run's calibrator: {error}", stacklevel=1)
+        return None
+
+
+def _rows(about: Row, read: LoggedAnswers, seed: int) -> list[Row]:
+    return [
+        {**about, "metric": metric, "value": value, "low": low, "high": high}
+        for metric, (value, low, high) in _metrics(*read, seed).items()
+    ]
 
 
 def _metrics(log_probs: Any, answers: Any, seed: int) -> dict[str, tuple[float, float | None, float | None]]:
