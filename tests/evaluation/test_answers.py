@@ -27,6 +27,7 @@ from vmoer.errors import InputError, RunError
 from vmoer.evaluation import predictions, scores
 from vmoer.evaluation.answers import answer, answer_questions, predict_task
 from vmoer.evaluation.predictions import SIGNALS
+from vmoer.evaluation.views import views as views_of
 from vmoer.evaluation.writing import Batch
 from vmoer.gates import find
 from vmoer.inference.averaging import predict_passes
@@ -444,6 +445,34 @@ def test_orders_are_prompts_permuted_by_hand_and_answers_mapped_back(averaging: 
         assert row["mutual_information"] == pytest.approx(ours.signals["mutual_information"], abs=1e-5)
     meta = json.loads((tmp_path / "meta.json").read_text())
     assert (meta["averaging"], meta["passes"]) == (averaging, 4)
+
+
+def test_what_all_orders_begin_with_is_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracles: every order as a prompt of its own; tokens counted by hand. Where each order routes by itself, all are run."""
+    model, mine, seen = noisy(), [QUESTIONS[2], QUESTIONS[3], QUESTIONS[1]], list[int]()
+    handle = model.model.layers[0].register_forward_pre_hook(
+        lambda _, args: seen.append(args[0].numel() // args[0].shape[-1])
+    )
+
+    def asked(averaging: Any = "orders") -> tuple[list[Any], int]:
+        seen.clear()
+        return answer_questions(model, TOKENIZER, mine, averaging=averaging, passes=8), sum(seen)
+
+    shared, fewer = asked()
+    _, apart = asked("orders+routing")
+    monkeypatch.setattr("vmoer.evaluation.views.shares_prompts", lambda model: False)
+    alone, all_of_them = asked()
+    handle.remove()
+    for one, other in zip(shared, alone, strict=True):
+        assert one.log_probs == pytest.approx(other.log_probs, abs=1e-5)
+        assert one.signals == pytest.approx(other.signals, abs=1e-5, rel=1e-4)
+    own = [[v.prompt for v in views] for views in views_of(TOKENIZER, mine, "orders", 8, 10**6)]
+    begins = [next(i for i, tokens in enumerate(zip(*ps, strict=False)) if len(set(tokens)) > 1) for ps in own]
+    rows, rest = sum(map(len, own)), max(len(p) - i for ps, i in zip(own, begins, strict=True) for p in ps)
+    assert fewer == len(own) * max(begins) + rows * rest  # with their padding
+    assert all_of_them == rows * max(len(p) for ps in own for p in ps)
+    assert apart >= all_of_them  # it may take an order again
+    assert fewer < 0.8 * all_of_them
 
 
 def test_orders_undo_a_letter_that_is_liked() -> None:

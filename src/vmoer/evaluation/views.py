@@ -3,7 +3,8 @@
     orders           log (1/M) sum_m p(y | options in order m), mapped back to the question's own options
     orders+routing   the same, each pass with a routing sample of its own
 
-All orders of a question go through the model in one batch. Its mutual information is between the answer and what its passes
+All orders of a question go through the model in one batch; where they route alike, what they begin with is run once
+(shared_prefix.py). Its mutual information is between the answer and what its passes
 differ in: the order, or order and routing together.
 
 Shapes: R prompts of a batch (questions times orders), M orders of a question, V letters, T columns, E entries of layers.
@@ -17,8 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from vmoer.evaluation.predictions import in_order
+from vmoer.evaluation.shared_prefix import last_logits, worthwhile
 from vmoer.evaluation.writing import Batch
-from vmoer.inference.averaging import ORDERS, mean_log_probs, mutual_information, predict_passes
+from vmoer.inference.averaging import ORDERS, mean_log_probs, mutual_information, predict_passes, shares_prompts
 from vmoer.inference.orders import Order, orders, places
 from vmoer.live.attach import record, sampled
 from vmoer.live.inputs import last_positions
@@ -68,8 +70,13 @@ def answer_orders(
         routing: Whether each pass has a routing sample of its own too.
     """
     number_R = torch.tensor([m for own in asked for m in range(len(own))], device=batch["input_ids"].device)
+    prompts = [[view.prompt for view in own] for own in asked]
     with record(model, signals="all") as rec, sampled(model, number_R) if routing else nullcontext():
-        logits_RV = predict_passes(model, batch, tokens=list(letters))[0].double().cpu()
+        if not routing and shares_prompts(model) and worthwhile(prompts):
+            found_RV, batch = last_logits(model, prompts)
+            logits_RV = found_RV[:, list(letters)].double().cpu()
+        else:
+            logits_RV = predict_passes(model, batch, tokens=list(letters))[0].double().cpu()
     signals_R = at_last(rec, batch)
     log_probs: list[list[float]] = []
     signals: dict[str, list[float]] = {name: [] for name in (*signals_R, "predictive_entropy", "mutual_information")}
