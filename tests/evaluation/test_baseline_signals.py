@@ -1,5 +1,6 @@
 """Signals that need no router, and ensembles. Oracles: the model's own hidden states, words counted by hand, and a mean."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +10,16 @@ import pytest
 import torch
 from tiny_letters import TOKENIZER, tiny_model
 
+import vmoer
 from vmoer.errors import InputError
 from vmoer.evaluation import predictions
-from vmoer.evaluation.answers import predict_task
-from vmoer.evaluation.baseline_signals import NAMES, baseline_signals, last, unseen_words
+from vmoer.evaluation.answers import answer_questions, predict_task
+from vmoer.evaluation.baseline_signals import NAMES, background_novelty, baseline_signals, last, unseen_words
 from vmoer.evaluation.ensembles import ensemble
 from vmoer.evaluation.temperatures import load
 from vmoer.metrics import distances
 from vmoer.tasks import Question
+from vmoer.tasks.batches import padded
 from vmoer.tasks.prompt import letter_ids, prompt
 
 WORDS = ("red", "seven", "sand", "cold", "iron", "moons", "tea")
@@ -64,6 +67,28 @@ def test_columns_of_every_question(tmp_path: Path) -> None:
     (group,) = predictions.load(tmp_path)
     assert all(set(NAMES) <= set(cell.signals) for cell in group.cells.values())
     assert predictions.read_meta(tmp_path / "meta.json")["seen"] == {"training": 30}
+
+
+def test_backgrounds_of_novelty() -> None:
+    """Oracle: vmoer.fit on each background by itself; of the training questions that is novelty as it was."""
+    model = vmoer.attach(tiny_model(), vmoer.Deterministic())
+    train, others, asked = some(20, "train"), some(12, "other", 60), some(5, "test", 90)
+    answers = partial(answer_questions, model, TOKENIZER, asked)
+
+    def fitted(questions: list[Question], tokens: Any) -> list[float]:
+        ids = [TOKENIZER(prompt(TOKENIZER, q))["input_ids"] for q in questions]
+        vmoer.fit(model, [padded(ids, torch.device("cpu"))], tokens=tokens, rank="full")
+        return [one.signals["novelty"] for one in answers()]
+
+    tokens = sum(len(TOKENIZER(prompt(TOKENIZER, q))["input_ids"]) for q in train)
+    by_hand = np.array(fitted(train, "all")) * tokens / len(train)
+    of_others = np.array(fitted(others, "last")) * len(others) / len(train)
+    own = fitted(train, "last")
+    found = background_novelty(model, TOKENIZER, asked, train, others)
+    assert found["novelty_tokens"] == pytest.approx(by_hand, rel=1e-3)
+    assert found["novelty_others"] == pytest.approx(of_others, rel=1e-3)
+    assert [one.signals["novelty"] for one in answers()] == own  # as it was
+    assert background_novelty(model, TOKENIZER, asked, train, train)["novelty_others"] == pytest.approx(own, rel=1e-3)
 
 
 def test_unseen_words_are_counted() -> None:

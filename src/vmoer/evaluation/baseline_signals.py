@@ -6,18 +6,26 @@ last_relative         the same, less the distance to all training questions
 energy                -log sum_k exp(logit of letter k)
 probe                 P(wrong), a logistic regression on that state, fitted on validation questions
 
+and two that relative novelty takes off, each as large in the mean as novelty would be if its reference were
+
+novelty_tokens        all tokens of the training prompts
+novelty_others        the last tokens of other questions
+
 Shapes: n questions, B prompts, D model, C letters.
 """
 
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from vmoer.evaluation.answers import answer_questions
+from vmoer.live.attach import routers_of
+from vmoer.live.fitting import fit
 from vmoer.live.inputs import context_length, keeps_logits, last_positions, memory_for
 from vmoer.metrics import distances, last_layer
 from vmoer.tasks import Question
@@ -25,6 +33,7 @@ from vmoer.tasks.batches import by_length, padded
 from vmoer.tasks.prompt import encode, letter_ids
 
 NAMES = ("unseen_words", "last_mahalanobis", "last_relative", "energy", "probe")
+BACKGROUND = ("novelty_tokens", "novelty_others")
 Floats = npt.NDArray[np.float64]
 
 
@@ -93,6 +102,46 @@ def baseline_signals(
         "probe": wrong,
     }
     return {name: np.asarray(values, dtype=np.float64).tolist() for name, values in columns.items()}
+
+
+def background_novelty(
+    model: nn.Module,
+    tokenizer: Any,
+    asked: Sequence[Question],
+    trained: Sequence[Question],
+    others: Sequence[Question],
+    batch_tokens: int = 8192,
+) -> dict[str, list[float]]:
+    """Novelty of each question asked against two backgrounds: less one of them, novelty is relative (Ren et al., 2019).
+
+    u' A^-1 u falls with the number of tokens that A sums, so it is multiplied by it, and divided by the number of training
+    questions, which novelty itself sums.
+
+    Args:
+        model: With a method attached that does not route by its novelty; it is fitted as it was when this returns.
+        tokenizer: The model's own.
+        asked: The questions that get a value.
+        trained: Those that novelty itself was fitted to.
+        others: Those of the second background.
+        batch_tokens: The size of a batch with its padding.
+    """
+    kept = {layer: router.novelty_root_RD for layer, router in routers_of(model).items()}
+    rank = max(len(root_RD) for root_RD in kept.values())
+    device = next(model.parameters()).device
+
+    def against(reference: Sequence[Question], tokens: Literal["all", "last"]) -> list[float]:
+        prompts = encode(tokenizer, reference, context_length(model))
+        batches = by_length([len(ids) for ids in prompts], batch_tokens)
+        fit(model, (padded([prompts[row] for row in rows], device) for rows in batches), tokens=tokens, rank=rank)
+        count = len(prompts) if tokens == "last" else sum(map(len, prompts))
+        answers = answer_questions(model, tokenizer, asked, batch_tokens=batch_tokens)
+        return [answer.signals["novelty"] * count / len(trained) for answer in answers]
+
+    try:
+        return dict(zip(BACKGROUND, (against(trained, "all"), against(others, "last")), strict=True))
+    finally:
+        for layer, router in routers_of(model).items():
+            router.novelty_root_RD = kept[layer]
 
 
 def laplace_answers(
