@@ -24,6 +24,7 @@ sys.path.insert(0, str(EXAMPLE))
 
 import detection
 import equal
+import labels
 import registered
 import run as example
 import verdicts
@@ -60,7 +61,13 @@ def write(results: Path, noise: Mapping[str, float], at_chance: str = "", seeds:
         pq.write_table(pa.concat_tables(tables), results / home / "predictions.parquet")
         meta = {"model": "m", "source_task": home, "ood_tasks": [*SETS], "split": "test"}
         (results / home / "meta.json").write_text(json.dumps(meta))
-        (results / home / "files.json").write_text(json.dumps({f"{label}-s0/meta.json": {} for label in noise}))
+        said = {
+            f"{label}-s{seed}/meta.json": {"method": label, "seed": seed}
+            | {"config": {"layers": [0]}, "fingerprint": {"base": f"base {seed}"}}
+            for label in noise
+            for seed in range(seeds)
+        }
+        (results / home / "files.json").write_text(json.dumps(said))
     (results / "metrics.json").write_text("[]")
     return results
 
@@ -107,6 +114,17 @@ def test_a_home_at_chance_is_reported_apart(tmp_path: Path) -> None:
     assert "homes openbookqa, arc_easy, arc_challenge; seeds 0, 1, 2" in found
 
 
+def test_a_seed_on_two_base_models_is_named(tmp_path: Path) -> None:
+    """Oracle: one fingerprint that is changed by hand."""
+    results = write(tmp_path / "results", BETTER)
+    assert not any("base models" in claim for claim in told(results))
+    place = results / "sciq" / "files.json"
+    said = json.loads(place.read_text())
+    said["map-ens3-s1/meta.json"]["fingerprint"]["base"] = "made again"
+    place.write_text(json.dumps(said))
+    assert "seed 1 was run on 2 base models" in told(results)
+
+
 def test_a_difference_is_the_mean_over_sets_and_its_spread_that_of_questions_and_seeds() -> None:
     """Oracles: the mean by hand; the spread of independent questions, var / n, where seeds are the same."""
     rng = np.random.default_rng(0)
@@ -150,6 +168,11 @@ def test_the_document_says_what_the_code_does() -> None:
     assert ", ".join(map(str, [*equal.BATCH.values()][:3])) + f" and {equal.BATCH['sciq']}" in text
     assert registered.LEVEL == 0.05
     assert registered.SLACK == 0.005
+    instead = text.partition("## What people use instead")[2]
+    assert all(f"`{label}`" in instead for label in equal.ADAPTERS)
+    assert equal.FEWER == {"printed": 2, "adapters": 2}
+    assert text.count("seeds 0 and 1") == 2
+    assert equal.BACKGROUND in instead
 
 
 # -- the cells ---------------------------------------------------------------------------------------------------------
@@ -178,6 +201,18 @@ def test_the_list_has_every_label_for_every_seed_and_home(place: tuple[str, str]
     assert all(0 < equal.expected(cell) < 510 for cell in found)  # each ends in a piece of eight and a half minutes
     printed = {cell.key["method"] for cell in found if cell.key["part"] == "printed"}
     assert {"map@printed", "vglr-mf@printed", "vglr-fc@printed-fast-best", "stage 1 of map@printed"} <= printed
+    for part, homes in (("printed", equal.PRINTED_ON), ("adapters", equal.HOMES)):
+        places = {(cell.key["seed"], cell.study) for cell in found if cell.key["part"] == part}
+        assert places == {(seed, home) for seed in (0, 1) for home in homes}
+    beside = {cell.key["method"] for cell in found if cell.key["part"] == "adapters"}
+    assert beside == {*equal.ADAPTERS, "stage 1 of lora-dropout", "stage 1 of blob"}
+
+
+def test_a_seed_by_itself_takes_the_parts_that_it_has(place: tuple[str, str], tmp_path: Path) -> None:
+    """Oracle: REGISTERED.md. The printed protocol has seeds 0 and 1, whichever seeds a machine computes."""
+    for seed, parts in ((1, set(equal.PARTS)), (3, {"equal", "ensembles"})):
+        asked = example.parser().parse_args(arguments(place, tmp_path, "--seeds", str(seed)))
+        assert {cell.key["part"] for cell in example.wanted(asked)} == parts
 
 
 @pytest.mark.slow
@@ -200,8 +235,8 @@ def test_a_seed_is_computed_packed_and_reported_at_equal_data(
         assert set(seen) == {*equal.labels(), "map-all.1", "map-all.2"} - {"map-ens5"}
         assert len({about["questions"] for about in seen.values()}) == 1
     capsys.readouterr()
-    monkeypatch.setattr(sys, "argv", ["registered.py", str(results)])
-    assert registered.main() == 0
+    monkeypatch.setattr(sys, "argv", ["labels.py", str(results)])
+    assert labels.main() == 0
     rows = {row.split("|")[1].strip(): row for row in capsys.readouterr().out.splitlines()[2:] if row.startswith("|")}
     cells = {label: [cell.strip() for cell in rows[label].split("|")[2:5]] for label in equal.labels() if label in rows}
     assert set(cells) == set(equal.labels()) - {"map-ens5"}

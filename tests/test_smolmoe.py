@@ -45,8 +45,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
         shutil.copytree(Path(data) / "sciq", Path(data) / task)
     asked = [json.loads(line) for line in (Path(data) / "sciq" / "train.jsonl").read_text().splitlines()]
     many = [asked[i % 40] | {"id": f"m{i}", "question": f"w{i % 24} o{i % 39}"} for i in range(3210)]
-    (Path(data) / "medmcqa").mkdir()
-    (Path(data) / "medmcqa" / "validation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in many))
+    for task, split in (("medmcqa", "validation"), ("commonsense_qa", "train")):
+        (Path(data) / task).mkdir()
+        (Path(data) / task / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in many))
     return model, data
 
 

@@ -30,6 +30,10 @@ def of(signal: str) -> Score:
     return lambda cell: cell.signals[signal]
 
 
+def relative(background: str) -> Score:
+    return lambda cell: cell.signals["novelty"] - cell.signals[background]
+
+
 def length(cell: Answered) -> Floats:
     return cell.prompt_tokens.astype(np.float64)
 
@@ -51,6 +55,8 @@ SHIFTS: dict[str, tuple[str, Score]] = {
     "last layer, Mahalanobis": (BASE, of("last_mahalanobis")),
     "last layer, relative": (BASE, of("last_relative")),
     "novelty": (BASE, of("novelty")),
+    "novelty, less all tokens'": (BASE, relative("novelty_tokens")),
+    "novelty, less other questions'": (BASE, relative("novelty_others")),
     **{f"variance, {key}": (key, of("logit_variance")) for key in ROUTED},
     **{f"information, {key}+full": (f"{key}+full", of("mutual_information")) for key in ROUTED},
     f"information, {BASE}+orders": (f"{BASE}+orders", of("mutual_information")),

@@ -5,6 +5,7 @@ printed protocol has the published cut. All that belongs to one seed and task co
 whole pairs.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
@@ -14,17 +15,20 @@ from typing import Any
 from vmoer import tasks
 from vmoer.errors import InputError
 from vmoer.evaluation.answers import predict_task
-from vmoer.evaluation.baseline_signals import baseline_signals, laplace_answers
+from vmoer.evaluation.baseline_signals import background_novelty, baseline_signals, laplace_answers
 from vmoer.evaluation.ensembles import ensemble, other_answers
 from vmoer.evaluation.scores import Row
+from vmoer.models import Opened
 from vmoer.studies import Cell, Study
-from vmoer.studies._labels import member_of, parse, passes_of
+from vmoer.studies._adapters import answering
+from vmoer.studies._labels import ALL, parse, passes_of, stage1_label
 from vmoer.studies._variants import first_stage, prepare
 from vmoer.training.run import PRESETS, Plan
 
-PARTS = ("equal", "printed", "ensembles")
+PARTS = ("equal", "ensembles", "printed", "adapters")
 SEEDS = (0, 1, 2, 3, 4)
-FEWER = {"printed": 2}
+FEWER = {"printed": 2, "adapters": 2}
+"""Parts that have the seeds below this number alone."""
 NAME = "smolmoe"
 """What predictions call the model, whatever base a seed has."""
 HOMES = ("openbookqa", "arc_easy", "arc_challenge", "sciq")
@@ -54,6 +58,10 @@ ENSEMBLES = {
     "map-ens3": ("map-all", "map-all.1", "map-all.2"),
     "map-ens5": ("map-all", "map-all.1", "map-all.2", *FURTHER),
 }
+ADAPTERS = ("lora-dropout", "blob", "laplace-lora")
+"""What people use in place of routers; each averages over as many samples of its adapter as others take passes."""
+BACKGROUND = "commonsense_qa"
+"""General questions, which relative novelty takes off: no home, no shift."""
 PRINTED_ON = ("arc_challenge",)
 PRINTED = {
     "map@printed": ("",),
@@ -77,10 +85,12 @@ def cells(base: Study, models: Sequence[str], parts: Sequence[str], fewer: dict[
     """What the parts asked for take; `base` has the folder, the seeds and where the questions are."""
     out: list[Cell] = []
     for part in parts:
-        for seed in base.seeds[: (FEWER | fewer).get(part, len(base.seeds))]:
+        few = (FEWER | fewer).get(part)
+        for seed in (seed for seed in base.seeds if few is None or seed < few):
             for home in PRINTED_ON if part == "printed" else HOMES:
                 study = study_of(replace(base, model=models[seed % len(models)]), home, part)
                 asked(study, seed)  # what cannot be read is said before anything starts
+                others(study)
                 if part == "equal":
                     own = {head: _cell(study, head, ways, seed, part) for head, ways in ASKED.items()}
                     out += [*own.values(), _ensemble(study, "map-ens3", own, seed, part)]
@@ -90,7 +100,8 @@ def cells(base: Study, models: Sequence[str], parts: Sequence[str], fewer: dict[
                     }
                     out += [*(own[head] for head in FURTHER), _ensemble(study, "map-ens5", own, seed, part)]
                 else:
-                    out += [_cell(study, head, ways, seed, part) for head, ways in PRINTED.items()]
+                    heads = PRINTED if part == "printed" else dict.fromkeys(ADAPTERS, ("",))
+                    out += [_cell(study, head, ways, seed, part) for head, ways in heads.items()]
     return out
 
 
@@ -117,7 +128,7 @@ def _cell(study: Study, head: str, ways: Sequence[str], seed: int, part: str) ->
         )
         for need in first_stage(study, head, seed)
     ]
-    shared = key == "map" and not member_of(head)  # other labels start from it
+    shared = key == "map" and stage1_label(head) in (ALL, "map@printed")  # other labels start from it
     return Cell(
         study.task,
         {
@@ -128,8 +139,8 @@ def _cell(study: Study, head: str, ways: Sequence[str], seed: int, part: str) ->
         },
         partial(_answer, study, asked_as, seed),
         tuple(needs),
-        tuple(predictions(study, label, seed) / "meta.json" for label in [*asked_as, *[LAPLACE] * (head == "map-all")]),
-        gb=GB if key == "map" else _gb(batch, 0.28),
+        tuple(predictions(study, label, seed) / "meta.json" for label in [*asked_as, *[LAPLACE] * (head == ALL)]),
+        gb=GB if key == "map" and head not in ADAPTERS else _gb(batch, 0.28),
     )
 
 
@@ -157,10 +168,7 @@ def _answer(study: Study, asked_as: Sequence[str], seed: int) -> list[Row]:
     for label in missing:
         printed = parse(label)[1].startswith("printed")
         found = asked(study, seed, shifts=not printed)
-        more: dict[str, Any] = {}
-        if label == "map-all":
-            train, valid = (study.questions(study.task, split, seed) for split in ("train", "validation"))
-            more = baseline_signals(opened.model, opened.tokenizer, found, train, valid, BATCH_TOKENS)
+        more = _signals(study, opened, found, seed) if label == ALL else {}
         averaging: Any = parse(label)[2]
         predict_task(
             opened.model,
@@ -172,15 +180,32 @@ def _answer(study: Study, asked_as: Sequence[str], seed: int) -> list[Row]:
             seed=seed,
             averaging=averaging,
             passes=passes_of(label, study.passes),
-            batch_tokens=BATCH_TOKENS,
             signals=more,
             run=opened.run,
+            **{"batch_tokens": BATCH_TOKENS} | answering(label),
         )
-    if asked_as[0] == "map-all" and not (predictions(study, LAPLACE, seed) / "meta.json").exists():
+    if asked_as[0] == ALL and not (predictions(study, LAPLACE, seed) / "meta.json").exists():
         train, valid = (study.questions(study.task, split, seed) for split in ("train", "validation"))
         rows = laplace_answers(opened.model, opened.tokenizer, asked(study, seed), train, valid, BATCH_TOKENS)
-        other_answers(predictions(study, "map-all", seed), predictions(study, LAPLACE, seed), rows, method=LAPLACE)
+        other_answers(predictions(study, ALL, seed), predictions(study, LAPLACE, seed), rows, method=LAPLACE)
     return []
+
+
+def _signals(study: Study, opened: Opened, found: Sequence[tasks.Question], seed: int) -> dict[str, list[float]]:
+    """What routing has to beat, and what relative novelty takes off: columns beside MAP's answers."""
+    train, valid = (study.questions(study.task, split, seed) for split in ("train", "validation"))
+    model, tokenizer = opened.model, opened.tokenizer
+    return baseline_signals(model, tokenizer, found, train, valid, BATCH_TOKENS) | background_novelty(
+        model, tokenizer, found, train, others(study)[: len(train)], BATCH_TOKENS
+    )
+
+
+@cache
+def others(study: Study) -> tuple[tasks.Question, ...]:
+    """Questions of the background, with as many options as those asked: without some of the wrong ones."""
+    found = tasks.load(BACKGROUND, "train", data_root=study.data_root, limit=study.limit)
+    wrong = [[i for i in range(len(q.choices)) if i != q.answer][: OPTIONS - 1] for q in found]
+    return tuple(q.ordered(sorted([q.answer, *kept])) for q, kept in zip(found, wrong, strict=True))
 
 
 @cache
@@ -215,7 +240,11 @@ def expected(cell: Cell) -> float:
         return 3 * first if method.startswith("stage 1") else 20.0 if method == "map@printed" else 420.0
     if method.startswith("stage 1"):
         return first
-    passes = sum(passes_of(f"{method}{how}", 8) for how in ASKED.get(method, ("",)))
+    if method == "laplace-lora":  # its backward passes, over what was trained on and what is asked
+        return 135.0 + 1.5 * first
+    ways = ASKED.get(method, ("",))
+    # of orders that route alike, what they begin with is run once
+    passes = sum(passes_of(f"{method}{how}", 8) * (0.5 if re.fullmatch(r"\+orders\d*", how) else 1) for how in ways)
     return 15.0 + 8.0 * passes + (0.0 if method.startswith("map") else 1.3 * first)
 
 

@@ -1,14 +1,11 @@
 """The tests of REGISTERED.md from OUT/results alone; verdicts.py prints them.
 
-    python examples/smolmoe/registered.py OUT/results      the labels; what became of their routers; the printed protocol
-
 Every answer goes through the calibrator that cross-validation chooses on the validation answers of its own label, seed and task.
 A difference is paired by question and by seed. Its draws take questions anew on every set by itself, and seeds for all sets
 alike, since a seed is one base model and one cut of the data on all tasks.
 """
 
 import re
-import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 from audit import adjusted
-from equal import HOMES, PRINTED, PRINTED_ON, labels
+from equal import HOMES, labels
 
 from vmoer import metrics
 from vmoer.errors import InputError
@@ -28,7 +25,6 @@ from vmoer.metrics import estimates
 from vmoer.metrics.calibrators import choose
 from vmoer.metrics.estimates import Estimate
 from vmoer.metrics.resampling import percentiles
-from vmoer.report.tables import grid
 
 DRAWS = 2000
 LEVEL = 0.05
@@ -80,13 +76,35 @@ def present(results: Path) -> bool:
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
+Metas = Mapping[tuple[str, str, int], Mapping[str, Any]]
+"""What each label's predictions say of themselves, by home, label and seed."""
+
+
+def metas(results: Path) -> Metas:
+    found = {}
+    for path in sorted(results.glob("*/files.json")):
+        for name, meta in read_json(path).items():
+            if re.fullmatch(r"[^/]+/meta\.json", name):
+                found[path.parent.name, meta["method"], meta["seed"]] = meta
+    return found
+
+
+def bases(said: Metas) -> dict[int, int]:
+    """Seeds that were run on several base models, and on how many: their labels are not paired with each other."""
+    found: dict[tuple[int, str], set[str]] = {}
+    for (_, _, seed), meta in said.items():
+        layers = str(meta["config"]["layers"])  # the fingerprint is that of these
+        found.setdefault((seed, layers), set()).add(meta["fingerprint"]["base"])
+    return {seed: len(own) for (seed, _), own in found.items() if len(own) > 1}
+
+
 def read(results: Path, wanted: Sequence[str]) -> dict[str, Home]:
     """By home, in their order; labels that are not wanted are left out."""
     found = {group.source_task: group for group in predictions.load(results)}
-    return {home: _home(found[home], wanted) for home in HOMES if home in found}
+    return {home: home_of(found[home], wanted) for home in HOMES if home in found}
 
 
-def _home(group: predictions.Predictions, wanted: Sequence[str], *, calibrate: bool = True) -> Home:
+def home_of(group: predictions.Predictions, wanted: Sequence[str], *, calibrate: bool = True) -> Home:
     sets: dict[str, dict[str, dict[int, Scored]]] = {}
     chosen: dict[str, dict[int, float]] = {}
     constants = []
@@ -117,9 +135,9 @@ def _scored(cell: Answered, log_probs: Floats) -> Scored:
 # -- differences -------------------------------------------------------------------------------------------------------
 
 
-def seeds_of(homes: Mapping[str, Home]) -> tuple[int, ...]:
-    """The seeds that the baseline has on every home."""
-    own = [set(home.chosen.get(BASE, ())) for home in homes.values()]
+def seeds_of(homes: Mapping[str, Home], label: str = BASE) -> tuple[int, ...]:
+    """The seeds that a label, by default the baseline, has on every home."""
+    own = [set(home.chosen.get(label, ())) for home in homes.values()]
     return tuple(sorted(set.intersection(*own))) if own else ()
 
 
@@ -131,17 +149,24 @@ def complete(homes: Mapping[str, Home], label: str) -> bool:
     )
 
 
-def difference(homes: Mapping[str, Home], pair: tuple[str, str], *, shifts: bool, what: str = "nll") -> Estimate:
-    """A mean over sets, each counted alike: the homes' own, or all that they are shifted to."""
-    seeds, found = seeds_of(homes), []
+def difference(
+    homes: Mapping[str, Home],
+    pair: tuple[str, str],
+    *,
+    shifts: bool,
+    what: str = "nll",
+    seeds: Sequence[int] | None = None,
+) -> Estimate:
+    """A mean over sets, each counted alike: the homes' own, or all that they are shifted to. Seeds: the baseline's, if None."""
+    seeds, found = seeds_of(homes) if seeds is None else seeds, []
     for name, home in homes.items():
         for task, cells in home.sets.items():
             if (task != name) == shifts:
-                found.append(_difference([cells[label] for label in pair], seeds, f"{name} {task}", what))
+                found.append(difference_on([cells[label] for label in pair], seeds, f"{name} {task}", what))
     return Estimate(float(np.mean([e.value for e in found])), np.mean([e.draws for e in found], axis=0))
 
 
-def _difference(pair: Sequence[Mapping[int, Scored]], seeds: Sequence[int], name: str, what: str) -> Estimate:
+def difference_on(pair: Sequence[Mapping[int, Scored]], seeds: Sequence[int], name: str, what: str) -> Estimate:
     by_seed = []
     for seed in seeds:
         ours, theirs = (cells[seed] for cells in pair)
@@ -178,6 +203,8 @@ def primary(homes: Mapping[str, Home]) -> dict[str, float]:
 
 
 def lines(results: Path) -> Iterator[Line]:
+    for seed, number in bases(metas(results)).items():
+        yield Line(None, f"seed {seed} was run on {number} base models", "its labels are not paired with each other")
     homes = read(results, labels())
     apart = kept_apart(homes)
     for name in apart:
@@ -250,97 +277,3 @@ def interval(estimate: Estimate) -> tuple[float, float]:
 def shown(estimate: Estimate) -> str:
     low, high = interval(estimate)
     return f"{estimate.value:+.4f} [{low:+.4f}, {high:+.4f}]"
-
-
-# -- tables ------------------------------------------------------------------------------------------------------------
-
-
-Metas = Mapping[tuple[str, str, int], Mapping[str, Any]]
-"""What each label's predictions say of themselves, by home, label and seed."""
-
-
-def metas(results: Path) -> Metas:
-    found = {}
-    for path in sorted(results.glob("*/files.json")):
-        for name, meta in read_json(path).items():
-            if re.fullmatch(r"[^/]+/meta\.json", name):
-                found[path.parent.name, meta["method"], meta["seed"]] = meta
-    return found
-
-
-def table(results: Path, metas: Metas) -> str:
-    """Every label: passes, questions seen in training and for choosing, and calibrated NLL and accuracy, a mean over seeds."""
-    homes = read(results, labels())
-    body = []
-    for label in labels():
-        if not complete(homes, label):
-            continue
-        own = [meta for (_, method, _), meta in metas.items() if method == label]
-        seen = {name: [m["seen"][name] for m in own if m.get("seen")] for name in ("training", "validation")}
-        passes = "/".join(map(str, sorted({meta["passes"] for meta in own})))
-        values = [_mean(homes, label, *column) for column in (("nll", False), ("nll", True), ("correct", False))]
-        total = [f"{np.mean(values):.0f}" if values else "" for values in seen.values()]
-        body.append([label, passes, *total, *(f"{value:.3f}" for value in values)])
-    return "\n".join(grid(["label", "passes", "trained on", "chosen on", "NLL home", "NLL shifts", "accuracy"], body))
-
-
-def _mean(homes: Mapping[str, Home], label: str, what: str, shifts: bool) -> float:
-    """Over sets, each counted alike."""
-    sets = [cells for name, home in homes.items() for task, cells in home.sets.items() if (task != name) == shifts]
-    return float(
-        np.mean([np.mean([getattr(scored, what).mean() for scored in cells[label].values()]) for cells in sets])
-    )
-
-
-def printed(results: Path) -> str:
-    """The printed protocol, each label against its own MAP model: answers as they are, and calibrated; a mean over seeds."""
-    found = {group.source_task: group for group in predictions.load(results)}
-    asked = [f"{head}{how}" for head, ways in PRINTED.items() for how in ways]
-    body = []
-    for home in PRINTED_ON:
-        ways = [_home(found[home], asked, calibrate=calibrate) for calibrate in (False, True)] if home in found else []
-        for label in asked:
-            row = [home, label]
-            for way in ways:
-                cells, base = (way.sets.get(home, {}).get(name, {}) for name in (label, "map@printed"))
-                if not cells or cells.keys() != base.keys():
-                    break
-                row.append(f"{np.mean([scored.nll.mean() for scored in cells.values()]):.3f}")
-                row.append(shown(_difference((cells, base), sorted(cells), home, "nll")))
-            if len(row) == 6:
-                body.append(row)
-    heads = ["home", "label", "NLL", "less map@printed", "NLL, calibrated", "less map@printed"]
-    return "\n".join(grid(heads, body))
-
-
-def moved(metas: Metas) -> str:
-    """Whether training moved the routers of every label: the epoch that was kept, by seed; over seeds the least change of the
-    parameters, and the trace of the covariance at first and as it was kept, a mean over seeds."""
-    found: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
-    for (home, label, _), meta in sorted(metas.items()):
-        if meta.get("moved") and "+" not in label:
-            found.setdefault((home, label), []).append(meta["moved"])
-    body = []
-    for (home, label), runs in found.items():
-        epochs = ", ".join(str(run["kept_epoch"]) for run in runs)
-        least = min(run["parameters"] for run in runs)
-        traces = [run["logit_variance"] for run in runs if run.get("logit_variance")]
-        trace = " to ".join(f"{value:.4f}" for value in np.mean(traces, axis=0)) if traces else ""
-        body.append([home, label, epochs, f"{least:.2e}", trace, "" if least else "an untrained router among them"])
-    return "\n".join(grid(["home", "label", "kept epochs", "least change", "trace", ""], body))
-
-
-def main() -> int:
-    if len(sys.argv) != 2 or not present(Path(sys.argv[1])):
-        print(
-            "usage: python examples/smolmoe/registered.py OUT/results    (of run.py --registered --report)",
-            file=sys.stderr,
-        )
-        return 2
-    results = Path(sys.argv[1])
-    print("\n\n".join((table(results, metas(results)), moved(metas(results)), printed(results))))
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

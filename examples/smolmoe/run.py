@@ -91,9 +91,9 @@ def parser() -> argparse.ArgumentParser:
     add("--labels", nargs="+", default=HEADS, help="methods and controls; @paper for its protocol")
     add("--limit", type=int, default=5000, help="questions of a split, at most; 5000 are the paper's")
     add("--passes", type=int, default=8)
-    fewer = ", ".join(f"{part}={n}" for part, n in FEWER.items())
+    fewer, own = (", ".join(f"{part}={n}" for part, n in few.items()) for few in (FEWER, equal.FEWER))
     how: dict[str, Any] = {"nargs": "+", "type": _count, "default": [], "metavar": "PART=N"}
-    add("--seeds-of", **how, help=f"how many of the seeds a part takes; all, but {fewer}")
+    add("--seeds-of", **how, help=f"how many of the seeds a part takes; all, but {fewer} and {own}")
     add("--factors", nargs="+", choices=factors.FACTORS, default=factors.FACTORS, help="those to vary, in that part")
     smaller = ", ".join(f"{size} of {task}" for task, size in BATCH.items())
     for stage, plan in (("stage1", STAGE1), ("stage2", STAGE2)):
@@ -170,11 +170,13 @@ def compute(given: argparse.Namespace) -> int:
                 drop(path)
 
     backend = backend_named(given.backend, 1 if given.backend == "ray" else given.workers, given.ray_address)
-    with _mps() if given.mps else contextlib.nullcontext():
-        until = time.time() + 60 * given.minutes
-        failed = run(asked, given.out, backend=backend, until=until, took=took, after=after).failed
-    if given.pack:
-        print(f"{given.pack}: {pack(given.out, given.pack) / 2**20:.1f} MiB")
+    try:
+        with _mps() if given.mps else contextlib.nullcontext():
+            until = time.time() + 60 * given.minutes
+            failed = run(asked, given.out, backend=backend, until=until, took=took, after=after).failed
+    finally:  # also of a run that is ended from outside
+        if given.pack:
+            print(f"{given.pack}: {pack(given.out, given.pack) / 2**20:.1f} MiB")
     reasons = {cell.title: f": failed: {reason}" for cell, reason in failed}
     left = [cell for cell in asked if not cell.done(given.out)]
     print(f"missing: {len(left)} of {len(asked)} cells")
