@@ -68,7 +68,7 @@ PRINTED = {
     **{
         f"{key}@printed{how}": ("", "+full35")
         for key in ("vglr-mf", "vglr-fc")
-        for how in ("", "-best", "-fast", "-fast-best")
+        for how in ("", "-best", "-fast", "-fast-best", "-listing")
     },
 }
 BATCH_TOKENS = 32768

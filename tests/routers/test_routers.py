@@ -73,6 +73,21 @@ def test_heads_start_at_the_prior() -> None:
         torch.testing.assert_close(out.posterior.signals()["logit_variance"], torch.full((9,), 24.0), rtol=0.02, atol=0)
 
 
+@pytest.mark.parametrize("config", [vmoer.MeanField, vmoer.FullCovariance, vmoer.LowRank])
+def test_the_mean_starts_as_the_listing_leaves_it(config: Any) -> None:
+    """Oracle: nn.Linear's own law, uniform with a variance of 1/(3 H); the covariance's head starts as ever."""
+    rows = {}
+    for start in ("prior", "listing"):
+        made = router(config(mean_start=start), gate(16, 64))
+        mean, rest = made.heads.weight.split([made.sizes[0], sum(made.sizes[1:])])
+        rows[start] = (mean, rest)
+    hidden = rows["listing"][0].shape[1]
+    assert rows["listing"][0].abs().max() <= hidden**-0.5
+    assert rows["listing"][0].var().item() == pytest.approx(1 / (3 * hidden), rel=0.2)
+    assert rows["prior"][0].std().item() == pytest.approx(1e-3, rel=0.2)
+    assert torch.equal(rows["prior"][1], rows["listing"][1])
+
+
 def test_the_controls() -> None:
     """mean-only moves the logits and has no spread; fixed-noise has spread and nothing to train."""
     g, u, own = gate(), torch.randn(9, 32), torch.randn(9, 6)

@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,9 @@ def test_presets_go_together() -> None:
         assert (plan.lr, plan.keep, plan.patience, plan.epochs, plan.batch_size) == (lr, keep, None, 10, 16)
         assert PRESETS[name].config("vglr-fc") == PRESETS["paper"].config("vglr-fc")
         assert PRESETS[name].paper_splits
+    listing = PRESETS["printed-listing"]
+    assert (listing.stage2, listing.config("vtsr")) == (PRESETS["printed"].stage2, PRESETS["paper"].config("vtsr"))
+    assert listing.config("vglr-fc") == replace(PRESETS["paper"].config("vglr-fc"), mean_start="listing")  # type: ignore[call-arg]
 
 
 @pytest.mark.filterwarnings("ignore::vmoer.training.run.TrainingWarning")

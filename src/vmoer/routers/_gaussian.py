@@ -52,6 +52,18 @@ class GaussianConfig(Config):
     sampling: Sampling = choice("fixed", "fixed", "mc", "delta", "delta-cv")
 
 
+@dataclass(frozen=True, kw_only=True)
+class AmortisedConfig(GaussianConfig):
+    """`mean_start`: the mean head's first weights are drawn small ("prior": routing starts at the model's own), or as nn.Linear
+    draws them ("listing": what the paper's listing leaves to PyTorch)."""
+
+    presets: ClassVar[Presets] = GaussianConfig.presets | {
+        "listing": GaussianConfig.presets["paper"] | {"mean_start": "listing"}
+    }
+
+    mean_start: str = choice("prior", "prior", "listing")
+
+
 @dataclass(frozen=True)
 class GaussianPosterior(Posterior):
     per_token: ClassVar[tuple[str, ...]] = ("q", "center_TN", "shift_TN")
@@ -146,13 +158,16 @@ class AmortisedRouter(GaussianRouter):
         return mean + sum(covariance), self.config.samples * sum(covariance)
 
     def reset(self, seed: int) -> None:
-        """Backbone as nn.Linear does, heads normal(0, 1e-3), from a generator of their own."""
+        """Backbone as nn.Linear does, heads normal(0, 1e-3) but for `mean_start`, from a generator of their own."""
         if self.backbone.weight.is_meta:
             return
         generator = torch.Generator().manual_seed(seed * 1000 + self.layer)
         bound = self.backbone.in_features**-0.5
         backbone = torch.empty(self.backbone.weight.shape).uniform_(-bound, bound, generator=generator)
         heads = torch.empty(self.heads.weight.shape).normal_(0, 1e-3, generator=generator)
+        if self.config.mean_start == "listing":
+            bound = self.heads.in_features**-0.5
+            heads[: self.sizes[0]].uniform_(-bound, bound, generator=generator)
         with torch.no_grad():
             self.backbone.weight.copy_(backbone)
             self.heads.weight.copy_(heads)

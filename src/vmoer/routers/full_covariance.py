@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vmoer.numerics.gaussians import Cholesky
 from vmoer.routers._base import Call, Router, Routing
-from vmoer.routers._gaussian import AmortisedRouter, GaussianConfig
+from vmoer.routers._gaussian import AmortisedConfig, AmortisedRouter
 
 
 class FullCovarianceRouter(AmortisedRouter):
@@ -28,7 +28,7 @@ class FullCovarianceRouter(AmortisedRouter):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FullCovariance(GaussianConfig):
+class FullCovariance(AmortisedConfig):
     """Gaussian logits with correlated experts, by a Cholesky factor (VGLR-FC).
 
     Args:
@@ -39,6 +39,7 @@ class FullCovariance(GaussianConfig):
         samples: Points that are averaged at inference (the paper's S).
         sampling: "fixed" (one set of Sobol points for all tokens), "mc" (fresh noise, the paper's), "delta" (a second-order
             expansion without points), "delta-cv" (the expansion as a control variate for the points).
+        mean_start: "prior" (the mean starts at the model's own routing) or "listing" (as PyTorch starts a layer, the paper's).
     """
 
     key: ClassVar[str] = "vglr-fc"

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vmoer.numerics.gaussians import Factored
 from vmoer.routers._base import RANK, Call, Router, Routing, at_least
-from vmoer.routers._gaussian import AmortisedRouter, GaussianConfig
+from vmoer.routers._gaussian import AmortisedConfig, AmortisedRouter
 
 
 class LowRankRouter(AmortisedRouter):
@@ -30,7 +30,7 @@ class LowRankRouter(AmortisedRouter):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LowRank(GaussianConfig):
+class LowRank(AmortisedConfig):
     """Gaussian logits with a diagonal and a low-rank covariance, for models with hundreds of experts (VGLR-LR).
 
     Args:
@@ -41,6 +41,7 @@ class LowRank(GaussianConfig):
         samples: Points that are averaged at inference (the paper's S).
         sampling: "fixed" (one set of Sobol points for all tokens), "mc" (fresh noise, the paper's), "delta" (a second-order
             expansion without points), "delta-cv" (the expansion as a control variate for the points).
+        mean_start: "prior" (the mean starts at the model's own routing) or "listing" (as PyTorch starts a layer, the paper's).
         rank: Columns R of the factor V. 0 is the mean-field router.
     """
 

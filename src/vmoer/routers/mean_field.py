@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vmoer.numerics.gaussians import Diagonal
 from vmoer.routers._base import Call, Control, Posterior, Router, Routing, Search, Trained, choice
-from vmoer.routers._gaussian import AmortisedRouter, GaussianConfig
+from vmoer.routers._gaussian import AmortisedConfig, AmortisedRouter
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class MeanFieldRouter(AmortisedRouter):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeanField(GaussianConfig):
+class MeanField(AmortisedConfig):
     """Gaussian logits with independent experts (VGLR-MF).
 
     Args:
@@ -62,6 +62,7 @@ class MeanField(GaussianConfig):
         samples: Points that are averaged at inference (the paper's S).
         sampling: "fixed" (one set of Sobol points for all tokens), "mc" (fresh noise, the paper's), "delta" (a second-order
             expansion without points), "delta-cv" (the expansion as a control variate for the points).
+        mean_start: "prior" (the mean starts at the model's own routing) or "listing" (as PyTorch starts a layer, the paper's).
         learn: "both" mean and variance, the "mean" alone (a control without variance), or "nothing" (untrained noise of
             size `prior_scale`).
     """

@@ -20,7 +20,7 @@ LAYERS = 32  # of the model that the paper's ten are taken from
 @dataclass(frozen=True, kw_only=True)
 class Preset:
     """`layers` as the command line writes them. What the preset changes in a method stands in the method (`Config.presets`),
-    under the name `method` where that is not the preset's own."""
+    under the first of the names `method` that it knows, or else the preset's own."""
 
     name: str
     layers: str
@@ -29,7 +29,7 @@ class Preset:
     stage2: Plan = STAGE2
     stage1_orders: bool = False
     paper_splits: bool = False
-    method: str = ""
+    method: tuple[str, ...] = ()
 
     def config(self, key: str, **changes: Any) -> Config:
         """The method's configuration under this preset; `changes` win."""
@@ -38,7 +38,8 @@ class Preset:
         unknown = sorted(set(changes) - known)
         if unknown:
             raise InputError(f"{key} has no setting {unknown[0]!r}; it has {', '.join(sorted(known))}")
-        return kind(**{**kind.presets.get(self.method or self.name, {}), **changes})
+        known_as = next((name for name in self.method or (self.name,) if name in kind.presets), "")
+        return kind(**{**kind.presets.get(known_as, {}), **changes})
 
 
 PAPER = Preset(name="paper", layers="susceptible:10", stage2_data="train", paper_splits=True)
@@ -47,13 +48,13 @@ PAPER = Preset(name="paper", layers="susceptible:10", stage2_data="train", paper
 DEFAULT = Preset(name="default", layers="all", stage2_data="held-out:0.2", stage2=dataclasses.replace(STAGE2, lr=1e-3))
 # Both stages learn from all questions. In stage 2 their options stand in new orders every epoch, so that what the MAP model knows
 # by heart, the letter, does not answer them.
-PERMUTED = dataclasses.replace(DEFAULT, name="permuted", stage2_data="permuted", method="default")
+PERMUTED = dataclasses.replace(DEFAULT, name="permuted", stage2_data="permuted", method=("default",))
 BOTH = dataclasses.replace(PERMUTED, name="permuted-both", stage1_orders=True)
 
 
 def _printed(name: str, **changes: Any) -> Preset:
     """The printed protocol without what we add to it: no epoch 0 among the candidates, and no patience."""
-    return dataclasses.replace(PAPER, name=name, stage2=Plan(epochs=10, **changes), method="paper")
+    return dataclasses.replace(PAPER, name=name, stage2=Plan(epochs=10, **changes), method=("paper",))
 
 
 PRINTED = (
@@ -61,6 +62,8 @@ PRINTED = (
     _printed("printed-best", keep="trained"),
     _printed("printed-fast", keep="last", lr=1e-3),
     _printed("printed-fast-best", keep="trained", lr=1e-3),
+    # the mean head as the printed listing leaves it
+    dataclasses.replace(_printed("printed-listing", keep="last"), method=("listing", "paper")),
 )
 PRESETS = {preset.name: preset for preset in (PAPER, DEFAULT, PERMUTED, BOTH, *PRINTED)}
 
