@@ -335,7 +335,7 @@ def workers(place: Place) -> Report:
 
 def program(words: list[str], where: Path) -> "subprocess.Popen[str]":
     line = [sys.executable, "-W", "ignore", "-c", "from vmoer.cli import main; main()", *words]
-    told = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    told: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     return subprocess.Popen(line, cwd=where, text=True, start_new_session=True, **told)
 
 

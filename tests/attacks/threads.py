@@ -129,7 +129,7 @@ def plain_kind() -> type[context.Attachment]:
         """The same code, where `_LOCAL` is a plain object."""
         return FunctionType(method.__code__.replace(), names, method.__name__, method.__defaults__, method.__closure__)
 
-    ours = context.Attachment
+    ours: Any = context.Attachment
 
     class Plain(ours):
         plain = context.NOTHING

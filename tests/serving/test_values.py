@@ -72,10 +72,11 @@ def test_a_threshold_is_on_the_first_token_or_the_sequence(form: str, signal: st
 
 def test_options_go_through_the_calibrator() -> None:
     """Letters' log-probabilities among all tokens, as vLLM has them."""
-    choice = Choice(VectorScaling(temperature=2.0, biases=(0.3, 0.1, -0.4)), {}, np.empty((0, 3)))
+    scaling = VectorScaling(temperature=2.0, biases=(0.3, 0.1, -0.4))
+    choice = Choice(scaling, {}, np.empty((0, 3)))
     content = calibrator.described(choice, options=[3], averaging="router", passes=1, task="t", method="map")
     stored, raw = calibrator.checked(content, "here"), np.array([-7.0, -9.5, -8.2])
-    own, mapped = softmax(raw), softmax(raw / 2 + choice.calibrator.biases)
+    own, mapped = softmax(raw), softmax(raw / 2 + scaling.biases)
     for given, want, kind in ((None, own, None), (stored, mapped, "vector")):
         found = options(raw.tolist(), given)
         assert list(found.said["probabilities"]) == ["A", "B", "C"]

@@ -7,7 +7,7 @@ import pytest
 from test_paper import smallest
 
 from vmoer import cli
-from vmoer.routers import method
+from vmoer.routers import FullCovariance, MCDropout, VariationalTemperature
 from vmoer.saved import manifest
 
 LABELS = {"vglr-mf": {"beta": 0.037}, "temp-scale": {"temperature": 0.61}}
@@ -60,6 +60,9 @@ def test_nothing_to_transfer_is_said_before_anything_is_trained(
 
 def test_a_search_tries_the_methods_own_beta() -> None:
     """Oracle: the smaller value that the paper names for each, which its preset takes."""
-    assert method("vtsr")(beta=0.05).search.values == (0.0001, 0.001, 0.01, 0.05, 0.1)
-    assert method("vglr-fc")(beta=0.01).search.values == (0.0001, 0.001, 0.01, 0.1)
-    assert method("mcdr")().search is None
+    temperature, gaussian = VariationalTemperature(beta=0.05).search, FullCovariance(beta=0.01).search
+    assert temperature is not None
+    assert gaussian is not None
+    assert temperature.values == (0.0001, 0.001, 0.01, 0.05, 0.1)
+    assert gaussian.values == (0.0001, 0.001, 0.01, 0.1)
+    assert MCDropout().search is None

@@ -57,8 +57,9 @@ class AmortisedConfig(GaussianConfig):
     """`mean_start`: the mean head's first weights are drawn small ("prior": routing starts at the model's own), or as nn.Linear
     draws them ("listing": what the paper's listing leaves to PyTorch)."""
 
-    presets: ClassVar[Presets] = GaussianConfig.presets | {
-        "listing": GaussianConfig.presets["paper"] | {"mean_start": "listing"}
+    presets: ClassVar[Presets] = {
+        **GaussianConfig.presets,
+        "listing": {**GaussianConfig.presets["paper"], "mean_start": "listing"},
     }
 
     mean_start: str = choice("prior", "prior", "listing")
