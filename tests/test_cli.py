@@ -4,6 +4,7 @@ Oracles: the files of an undisturbed run, byte for byte; the counts of questions
 model was made with. Errors must be one line on stderr and nothing on stdout.
 """
 
+import io
 import json
 import os
 import signal
@@ -406,6 +407,18 @@ def test_a_signal_has_its_code_whatever_a_library_makes_of_it(
     monkeypatch.setattr("vmoer.commands.info.skeleton", library)
     assert run(["info", "x"]) == 143
     assert capsys.readouterr().err == "terminated\n"
+
+
+def test_a_stop_that_nobody_reads_of_keeps_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a pipe whose reader ended first."""
+
+    class Broken(io.StringIO):
+        def write(self, _: str) -> int:
+            raise BrokenPipeError
+
+    monkeypatch.setattr("sys.stderr", Broken())
+    monkeypatch.setattr("vmoer.commands.info.skeleton", lambda _: os.kill(os.getpid(), signal.SIGTERM))
+    assert run(["info", "x"]) == 143
 
 
 def test_a_full_disk_is_one_line(

@@ -128,7 +128,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return 130
     except SystemExit as stop:
         if stop.code in _STOPS:
-            print(_STOPS[stop.code], file=sys.stderr)
+            with suppress(OSError):  # whoever read it may have ended first
+                print(_STOPS[stop.code], file=sys.stderr)
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except Exception as error:
         if os.environ.get("VMOER_DEBUG") == "1":
