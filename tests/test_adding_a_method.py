@@ -63,6 +63,7 @@ class ExpertNoiseRouter(Router):
 @dataclass(frozen=True, kw_only=True)
 class ExpertNoise(Config):
     key: ClassVar[str] = "expert-noise"
+    about: ClassVar[str] = "noise of a size learned for each expert"
     router: ClassVar[type[Router]] = ExpertNoiseRouter
     signal: ClassVar[str] = "expected_variance"
     tempered: ClassVar[bool] = True
@@ -164,7 +165,9 @@ def test_study_and_report(tmp_path: Path) -> None:
     noise = {"expert-noise", "expert-noise+full"}
     assert shown == {"map", "map+ts"} | noise | {f"{name}+ts" for name in noise}
     command("report", tmp_path)
-    assert "expert-noise+full" in (tmp_path / "report" / "index.html").read_text()
+    page = (tmp_path / "report" / "index.html").read_text()
+    assert "expert-noise+full" in page
+    assert ExpertNoise.about in page
 
 
 def test_what_it_costs_is_counted() -> None:

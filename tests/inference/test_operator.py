@@ -1,6 +1,7 @@
 """The operator that engines call. Oracles: `torch.library.opcheck`, and what `vmoer.record` says of the same states."""
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import pytest
 import tiny
@@ -11,7 +12,7 @@ from vmoer import gates
 from vmoer.errors import InputError
 from vmoer.inference import operator
 from vmoer.live.attach import collected, routers_of
-from vmoer.routers import Config
+from vmoer.routers import Config, Router, Routing
 
 LAYERS = [0, 1]
 CONFIGS: list[Config] = [
@@ -175,6 +176,25 @@ def test_what_lies_in_padded_rows_does_not_matter() -> None:
 def test_what_does_not_fit_is_named(config: Config, reason: str) -> None:
     assert reason in str(operator.unfit(config))
     assert all(operator.unfit(fits) is None for fits in CONFIGS)
+
+
+def test_a_new_method_that_splits_is_refused_even_where_it_does_not_say_so() -> None:
+    """A method that no list names: by what it says of itself, and by what it answers."""
+
+    class Apart(Router):
+        def forward(self, u_TD: torch.Tensor, logits_TN: torch.Tensor, call: Any, weight_ND: Any) -> Routing:
+            return Routing(-logits_TN, logits_TN)
+
+    @dataclass(frozen=True, kw_only=True)
+    class Says(Config):
+        key: ClassVar[str] = "apart"
+        router: ClassVar[type[Router]] = Apart
+        splits: ClassVar[bool] = True
+
+    assert "apart chooses experts by sampled logits" in str(operator.unfit(Says()))
+    silent = Apart(Says(), operator.logits_gate("softmax", 6, 2, 32), None, 0, torch.device("cpu"))
+    with pytest.raises(InputError, match="apart chooses experts by other logits"):
+        operator.host("0", silent, None, torch.float32)
 
 
 def test_routing_that_is_not_finite_is_refused() -> None:

@@ -40,7 +40,7 @@ _HOSTED: dict[str, Hosted] = {}
 
 def unfit(config: Config) -> str | None:
     """Why an engine cannot route by this configuration through one set of logits; None where it can."""
-    if config.key in ("vtsr", "temp-scale"):
+    if config.splits:
         return f"{config.key} chooses experts by sampled logits and weighs them by others, and an engine takes one set of logits"
     if getattr(config, "sampling", "fixed") == "mc":
         return 'sampling="mc" draws fresh noise on every call, so that ranks and cached tokens would not agree'
@@ -107,4 +107,8 @@ def _answer(
     if routing is None:  # the model's own routing; a copy, since an operator's answer is never its input
         return logits_TN.to(torch.float32, copy=True), token_signals(Inputs(router, u_TD, wide_TN), None, wanted)
     assert isinstance(routing, Routing)
+    if routing.select_TN is not routing.weight_TN:
+        raise InputError(
+            f"{router.config.key} chooses experts by other logits than it weighs them by: its configuration `splits`"
+        )
     return routing.select_TN, token_signals(Inputs(router, u_TD, routing.weight_TN), routing.posterior, wanted)

@@ -4,24 +4,16 @@ import re
 from collections.abc import Iterable
 
 from vmoer.evaluation.scores import BASELINES
+from vmoer.routers import controls, methods
 
 MOST = 8  # labels in one figure
-METHODS = {
-    "map": "the model after stage 1, with its own router",
-    "mean-only": "control: a trained shift of the router's logits, without variance",
-    "vglr-fc": "variational router: Gaussian logits, experts correlated",
-    "vglr-mf": "variational router: Gaussian logits, experts independent",
-    "vglr-lr": "variational router: Gaussian logits, correlated by a few factors",
-    "vtsr": "variational router: experts sampled at a temperature learned for each token",
-    "laplace": "closed-form posterior over the router's weights",
-    "swag": "Gaussian over the router's weights, from the path of their training",
-    "mcdr": "dropout on the router's input",
+ORDER: tuple[str, ...] = ("map", "mean-only", "vglr-fc", "vglr-mf", "vglr-lr", "vtsr", "laplace", "swag", "mcdr")
+ORDER += ("lora-dropout", "blob", "laplace-lora", "temp-scale", "tuned-noise", "fixed-noise", "map-early")
+"""Methods that are not named here come after these."""
+OTHERS = {
     "lora-dropout": "on all questions: dropout in the adapter, in training and in every pass",
     "blob": "on all questions: a Gaussian over the adapter, learned in stage 1 (BLoB)",
     "laplace-lora": "on all questions: a Laplace posterior over the adapter, after stage 1",
-    "temp-scale": "experts sampled at one temperature for all tokens",
-    "tuned-noise": "control: untrained noise on the logits, its size chosen on validation",
-    "fixed-noise": "control: untrained noise on the logits, of a fixed size",
     "map-early": "stage 1 in its best state on validation",
 }
 PARTS = {
@@ -35,6 +27,12 @@ PARTS = {
 }
 
 
+def meanings() -> dict[str, str]:
+    """What each method, control and adapter is, in the order of figures."""
+    found = {key: known.about for key, known in (methods() | controls()).items()} | OTHERS
+    return {key: found.pop(key) for key in ORDER if key in found} | found
+
+
 def split(label: str) -> list[str]:
     """ "vglr-fc@paper+full4+ts" as ["vglr-fc", "@paper", "+full", "+ts"]: how many passes there were is left out."""
     return re.findall(r"^[^@+]+|@[^@+]+|\+[a-z]+", label)
@@ -42,7 +40,7 @@ def split(label: str) -> list[str]:
 
 def ordered(labels: Iterable[str]) -> list[str]:
     """Labels in a fixed order: plain ones, then averaged ones, then presets; of twins the one with a temperature first."""
-    known, keys = set(labels), list(METHODS)
+    known, keys = set(labels), list(meanings())
 
     def rank(label: str) -> tuple[bool, bool, bool, int, str]:
         key, *parts = split(label) or [label]
@@ -61,7 +59,7 @@ def shown(labels: Iterable[str], baseline: str) -> list[str]:
 def legend(labels: Iterable[str]) -> list[tuple[str, str]]:
     """What each part of these labels means, where it is known."""
     parts = {part for label in labels for part in split(label)}
-    return [(part, words) for part, words in (METHODS | PARTS).items() if part in parts]
+    return [(part, words) for part, words in (meanings() | PARTS).items() if part in parts and words]
 
 
 def baseline(labels: Iterable[str]) -> str | None:

@@ -49,6 +49,7 @@ class Control(NamedTuple):
     """A configuration that the studies know by a name of its own: a control, which shows what a gain is due to."""
 
     config: "Config"
+    about: str = ""
     tempered: bool = True
     search: bool | None = None
     """Whether its setting is searched: always, never, or (None) where the study searches."""
@@ -62,11 +63,15 @@ class Config:
     """
 
     key: ClassVar[str] = ""
+    about: ClassVar[str] = ""
+    """What reports say the key stands for."""
     router: ClassVar[type["Router"]]
     signal: ClassVar[str] = "gate_entropy"
     """The signal that the method is known for. Studies that report one signal report this one."""
     tempered: ClassVar[bool] = False
     """Whether studies score it a second time with an output temperature."""
+    splits: ClassVar[bool] = False
+    """Whether it chooses experts by other logits than it weighs them by. Engines that take one set of logits cannot run it."""
     presets: ClassVar[Presets] = {}
     """Its settings under a training preset, by the preset's name (vmoer/training/presets.py)."""
 

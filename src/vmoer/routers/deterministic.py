@@ -33,6 +33,7 @@ class Deterministic(Config):
     """
 
     key: ClassVar[str] = "map"
+    about: ClassVar[str] = "the model after stage 1, with its own router"
     router: ClassVar[type[Router]] = DeterministicRouter
     tempered: ClassVar[bool] = True
 

@@ -43,4 +43,5 @@ class FullCovariance(AmortisedConfig):
     """
 
     key: ClassVar[str] = "vglr-fc"
+    about: ClassVar[str] = "variational router: Gaussian logits, experts correlated"
     router: ClassVar[type[Router]] = FullCovarianceRouter

@@ -63,6 +63,7 @@ class Laplace(GaussianConfig):
     """
 
     key: ClassVar[str] = "laplace"
+    about: ClassVar[str] = "closed-form posterior over the router's weights"
     router: ClassVar[type[Router]] = LaplaceRouter
 
     tempered: ClassVar[bool] = False

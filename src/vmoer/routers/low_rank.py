@@ -46,6 +46,7 @@ class LowRank(AmortisedConfig):
     """
 
     key: ClassVar[str] = "vglr-lr"
+    about: ClassVar[str] = "variational router: Gaussian logits, correlated by a few factors"
     router: ClassVar[type[Router]] = LowRankRouter
 
     rank: int = at_least(0, 8, RANK)

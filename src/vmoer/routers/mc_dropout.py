@@ -65,6 +65,7 @@ class MCDropout(WeightSpaceConfig):
     """
 
     key: ClassVar[str] = "mcdr"
+    about: ClassVar[str] = "dropout on the router's input"
     router: ClassVar[type[Router]] = MCDropoutRouter
 
     dropout: float = at_least(0, 0.1, 0.999)

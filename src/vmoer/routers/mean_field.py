@@ -68,6 +68,7 @@ class MeanField(AmortisedConfig):
     """
 
     key: ClassVar[str] = "vglr-mf"
+    about: ClassVar[str] = "variational router: Gaussian logits, experts independent"
     router: ClassVar[type[Router]] = MeanFieldRouter
 
     learn: str = choice("both", "both", "mean", "nothing")
@@ -90,7 +91,18 @@ class MeanField(AmortisedConfig):
     @classmethod
     def controls(cls) -> dict[str, Control]:
         return {
-            "mean-only": Control(cls(learn="mean", beta=0.001)),
-            "fixed-noise": Control(cls(learn="nothing", prior_scale=2.0), tempered=False, search=False),
-            "tuned-noise": Control(cls(learn="nothing"), search=True),
+            "mean-only": Control(
+                cls(learn="mean", beta=0.001), "control: a trained shift of the router's logits, without variance"
+            ),
+            "fixed-noise": Control(
+                cls(learn="nothing", prior_scale=2.0),
+                "control: untrained noise on the logits, of a fixed size",
+                tempered=False,
+                search=False,
+            ),
+            "tuned-noise": Control(
+                cls(learn="nothing"),
+                "control: untrained noise on the logits, its size chosen on validation",
+                search=True,
+            ),
         }

@@ -113,6 +113,7 @@ class SWAG(WeightSpaceConfig):
     """
 
     key: ClassVar[str] = "swag"
+    about: ClassVar[str] = "Gaussian over the router's weights, from the path of their training"
     router: ClassVar[type[Router]] = SWAGRouter
 
     rank: int = at_least(1, 20, RANK)

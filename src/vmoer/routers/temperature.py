@@ -33,6 +33,8 @@ class Temperature(Config):
     """
 
     key: ClassVar[str] = "temp-scale"
+    about: ClassVar[str] = "experts sampled at one temperature for all tokens"
+    splits: ClassVar[bool] = True
     router: ClassVar[type[Router]] = TemperatureRouter
     presets: ClassVar[Presets] = {"paper": {"sampling": "mc"}}
 

@@ -146,6 +146,8 @@ class VariationalTemperature(Config):
     """
 
     key: ClassVar[str] = "vtsr"
+    about: ClassVar[str] = "variational router: experts sampled at a temperature learned for each token"
+    splits: ClassVar[bool] = True
     router: ClassVar[type[Router]] = VariationalTemperatureRouter
     tempered: ClassVar[bool] = True
     presets: ClassVar[Presets] = {
