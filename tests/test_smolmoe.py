@@ -133,6 +133,21 @@ def test_a_pack_made_meanwhile_speaks_of_nothing_that_it_does_not_hold(tmp_path:
     assert [path.parent.name for path in (tmp_path / "b").rglob("meta.json")] == ["whole-s0"]
 
 
+def test_a_pack_holds_what_was_made_from_another_pack(tmp_path: Path) -> None:
+    """float32 beside float64: predictions that were copied from unpacked ones, and new ones. Oracle: the rows by hand."""
+    task = tmp_path / "a" / "t"
+    (task / "cells").mkdir(parents=True)
+    for name, kind in (("new-s0", pa.float64()), ("old-s0", pa.float32())):
+        (task / name).mkdir()
+        (task / name / "meta.json").write_text("{}")
+        columns = {"id": ["q"], "log_probs": pa.array([[-1.0, -2.0]], pa.list_(kind)), "novelty": pa.array([0.5], kind)}
+        pq.write_table(pa.table(columns), task / name / "predictions.parquet")
+    packing.pack(tmp_path / "a", tmp_path / "pack")
+    assert packing.unpack(tmp_path / "pack", tmp_path / "b") == 2
+    for path in (tmp_path / "b").rglob("predictions.parquet"):
+        assert pq.read_table(path).to_pylist() == [{"id": "q", "log_probs": [-1.0, -2.0], "novelty": 0.5}]
+
+
 @pytest.mark.parametrize("folder", ["../../map-s0", "/tmp/map-s0"])
 def test_a_pack_writes_nowhere_else(folder: str, tmp_path: Path) -> None:
     task = tmp_path / "results" / "t"

@@ -1,5 +1,6 @@
 """Signals that need no router, and ensembles. Oracles: the model's own hidden states, words counted by hand, and a mean."""
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ from vmoer.errors import InputError
 from vmoer.evaluation import predictions
 from vmoer.evaluation.answers import answer_questions, predict_task
 from vmoer.evaluation.baseline_signals import NAMES, background_novelty, baseline_signals, last, unseen_words
-from vmoer.evaluation.ensembles import ensemble
+from vmoer.evaluation.ensembles import ensemble, other_answers
 from vmoer.evaluation.temperatures import load
+from vmoer.files import SEAL
 from vmoer.metrics import distances
 from vmoer.tasks import Question
 from vmoer.tasks.batches import padded
@@ -132,3 +134,25 @@ def test_members_must_have_answered_the_same(tmp_path: Path) -> None:
         ensemble([*first, tmp_path / "other"], tmp_path / "all", method="e", seed=0)
     with pytest.raises(InputError, match="at least two"):
         ensemble(first, tmp_path / "all", method="e", seed=0)
+
+
+def test_members_that_came_out_of_a_pack_are_averaged_like_others(tmp_path: Path) -> None:
+    """Oracle: the same members as they were written. A pack holds float32."""
+    import pyarrow as pa
+
+    own = members(tmp_path, 2)
+    whole = pq.read_table(ensemble(own, tmp_path / "whole", method="e", seed=0))
+    path = own[1] / "predictions.parquet"
+    table = pq.read_table(path)
+    halves = {pa.float64(): pa.float32(), pa.list_(pa.float64()): pa.list_(pa.float32())}
+    schema = pa.schema([field.with_type(halves.get(field.type, field.type)) for field in table.schema])
+    pq.write_table(table.cast(schema), path)
+    meta = predictions.read_json(own[1] / "meta.json")
+    (own[1] / "meta.json").write_text(
+        json.dumps(predictions.meta_of(own[1], {k: v for k, v in meta.items() if k != SEAL}))
+    )
+    found = pq.read_table(ensemble(own, tmp_path / "mixed", method="e", seed=0))
+    assert found.schema == whole.schema
+    assert found["gate_entropy"].to_numpy() == pytest.approx(whole["gate_entropy"].to_numpy(), abs=1e-6)
+    other = pq.read_table(other_answers(own[1], tmp_path / "o", whole["log_probs"].to_pylist(), method="o"))
+    assert other.schema.field("gate_entropy").type == pa.float64()

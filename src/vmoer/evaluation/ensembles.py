@@ -35,7 +35,7 @@ def ensemble(members: Sequence[Path], folder: Path, *, method: str, seed: int) -
     if len(members) < 2:
         raise InputError("an ensemble has at least two members")
     metas = [read_meta(member / "meta.json", required=True) for member in members]
-    tables = [read_parquet(member / "predictions.parquet") for member in members]
+    tables = [_read(member) for member in members]
     for member, table in zip(members, tables, strict=True):
         if any(table[name] != tables[0][name] for name in (*KEYS, "answer")):
             raise InputError(f"{member} and {members[0]} answer different questions")
@@ -63,11 +63,24 @@ def ensemble(members: Sequence[Path], folder: Path, *, method: str, seed: int) -
     return folder / "predictions.parquet"
 
 
+def _read(folder: Path) -> Any:
+    """The predictions of a folder, every number in float64: those that came out of a pack are float32."""
+    import pyarrow as pa
+
+    table = read_parquet(folder / "predictions.parquet")
+    for i, field in enumerate(table.schema):
+        if pa.types.is_floating(field.type):
+            table = table.set_column(i, field.name, table[i].cast(pa.float64()))
+        elif pa.types.is_list(field.type) and pa.types.is_floating(field.type.value_type):
+            table = table.set_column(i, field.name, table[i].cast(pa.list_(pa.float64())))
+    return table
+
+
 def other_answers(source: Path, folder: Path, log_probs: Sequence[Sequence[float]], *, method: str) -> Path:
     """The predictions of a folder with other probabilities, row by row, under another name; returns their path."""
     import pyarrow as pa
 
-    meta, table = read_meta(source / "meta.json", required=True), read_parquet(source / "predictions.parquet")
+    meta, table = read_meta(source / "meta.json", required=True), _read(source)
     columns: dict[str, Any] = {name: table[name] for name in table.column_names}
     options = [len(row) for row in table["log_probs"].to_pylist()]
     rows = [list(row)[:n] for row, n in zip(log_probs, options, strict=True)]

@@ -184,7 +184,8 @@ def merged(folders: list[Path], task: Path) -> bytes:
         table = pq.read_table(folder / "predictions.parquet")
         table = table.drop([name for name in RECOMPUTED if name in table.column_names])
         tables.append(table.append_column("folder", pa.array([str(folder.relative_to(task))] * len(table))))
-    return _parquet(_rounded(pa.concat_tables(tables, promote_options="default")))  # some have columns of their own
+    # some have columns of their own, and what came out of a pack is float32
+    return _parquet(_rounded(pa.concat_tables(tables, promote_options="permissive")))
 
 
 def _rounded(table: pa.Table) -> pa.Table:
