@@ -62,7 +62,7 @@ def write(results: Path, noise: Mapping[str, float], at_chance: str = "", seeds:
         meta = {"model": "m", "source_task": home, "ood_tasks": [*SETS], "split": "test"}
         (results / home / "meta.json").write_text(json.dumps(meta))
         said = {
-            f"{label}-s{seed}/meta.json": {"method": label, "seed": seed}
+            f"{label}-s{seed}/meta.json": {"method": label, "seed": seed, "passes": 8}
             | {"config": {"layers": [0]}, "fingerprint": {"base": f"base {seed}"}}
             for label in noise
             for seed in range(seeds)
@@ -105,6 +105,19 @@ def test_nothing_is_found_where_nothing_is(tmp_path: Path) -> None:
     found = told(write(tmp_path / "results", dict.fromkeys(BETTER, 0.7)))
     assert not any(line.holds for claim, line in found.items() if "accurate" not in claim)
     assert sum(line.holds is False for line in found.values()) > 10
+
+
+def test_what_people_use_instead_stands_beside_the_labels(tmp_path: Path) -> None:
+    """Oracle: the world. Half the noise is better, by an interval that says so; what was not run is not there."""
+    results = write(tmp_path / "results", {"map-all": 1.0, "blob": 0.5}, seeds=2)
+    _, _, row = labels.beside(results, registered.metas(results)).splitlines()
+    label, passes, seeds, home, shifts, accuracy = (cell.strip() for cell in row.strip("|").split("|"))
+    assert (label, passes, seeds) == ("blob", "8", "0, 1")
+    for found in (home, shifts):
+        value, low, high = map(float, re.findall(r"[-+][.\d]+", found))
+        assert low < value < high < 0
+    assert accuracy.startswith("+")
+    assert not any(line.claim.startswith("blob") for line in registered.lines(results))
 
 
 def test_a_home_at_chance_is_reported_apart(tmp_path: Path) -> None:

@@ -148,6 +148,22 @@ def test_a_pack_holds_what_was_made_from_another_pack(tmp_path: Path) -> None:
         assert pq.read_table(path).to_pylist() == [{"id": "q", "log_probs": [-1.0, -2.0], "novelty": 0.5}]
 
 
+def test_a_stage_1_that_was_made_again_is_named() -> None:
+    """Labels of other stage 1s, and what has none of its own, are no sign of it; a router on another adapter than MAP is."""
+    made = {"map-all": "a", "vglr-mf@permuted": "a", "map@permuted-both": "b", "map-all.1": "c", "lora-dropout": "d"}
+    made |= {"map-ens3": "e", "last-laplace": "f", "map@printed": "g", "vglr-fc@printed-best": "g"}
+    told: list[str] = []
+
+    def check() -> list[str]:
+        metas = [{"method": name, "seed": 0, "fingerprint": {"adapter": own}} for name, own in made.items()]
+        packing._check_stage1("sciq", metas, told.append)
+        return told
+
+    assert check() == []
+    made["vglr-mf@permuted+full"] = "h"
+    assert check() == ["sciq, seed 0: map-all was made 2 times: methods and map are not paired exactly"]
+
+
 @pytest.mark.parametrize("folder", ["../../map-s0", "/tmp/map-s0"])
 def test_a_pack_writes_nowhere_else(folder: str, tmp_path: Path) -> None:
     task = tmp_path / "results" / "t"

@@ -30,6 +30,7 @@ from vmoer.evaluation.predictions import meta_of
 from vmoer.evaluation.scores import Row
 from vmoer.files import SEAL, parse_json, read_json, sealed, write_bytes, write_json, write_rows
 from vmoer.studies import factor_rows, stability
+from vmoer.studies._labels import stage1_label
 
 BITS = 14
 RECOMPUTED = ("predictive_entropy",)  # from log_probs, by vmoer.evaluation.predictions
@@ -158,16 +159,21 @@ def _together(rows: Sequence[Row]) -> list[Row]:
 
 def _check_stage1(task: str, metas: Sequence[Row], say: Callable[[str], object]) -> None:
     """Methods are paired with MAP by seed; where stage 1 was made again on another machine, the pair is not exact."""
-    made: dict[tuple[Any, ...], set[str]] = {}
+    made: dict[tuple[int, str], set[str]] = {}
     for meta in metas:
-        if meta["method"] != "map-early":
-            made.setdefault((meta["seed"], "@paper" in meta["method"]), set()).add(str(meta["fingerprint"]["adapter"]))
-    for (seed, paper), adapters in sorted(made.items()):
+        if meta["method"] != "map-early" and (label := _stage1_of(meta["method"])) is not None:
+            made.setdefault((meta["seed"], label), set()).add(str(meta["fingerprint"]["adapter"]))
+    for (seed, label), adapters in sorted(made.items()):
         if len(adapters) > 1:
-            which = "the paper's stage 1" if paper else "stage 1"
-            print(
-                f"{task}, seed {seed}: {which} was made {len(adapters)} times: methods and map are not paired exactly"
-            )
+            say(f"{task}, seed {seed}: {label} was made {len(adapters)} times: methods and map are not paired exactly")
+
+
+def _stage1_of(method: str) -> str | None:
+    """The MAP model that a label starts from; None of what was made from others' answers."""
+    try:
+        return stage1_label(method)
+    except InputError:
+        return None
 
 
 def drop(run: Path) -> None:
