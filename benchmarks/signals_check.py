@@ -98,7 +98,7 @@ def replays() -> str:
                 for theirs, ours in zip(off, on, strict=True):
                     assert torch.equal(ours, theirs) or error(ours, theirs) < 1e-5, f"{key}, {tokens} tokens"
             kept = capturing._LOCAL.kept[gate.vmoer].takes
-            taken += any(take is not None and key_[2][0] == tokens for key_, take in kept.items())
+            taken += any(take is not None and key_[1][0] == tokens for key_, take in kept.items())
             shapes += 1
     assert taken == shapes, f"{taken} of {shapes} shapes were captured"
     return f"replayed routers: {shapes} shapes, equal"

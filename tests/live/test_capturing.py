@@ -5,12 +5,16 @@ results written over those of the capture, which is what a replay does. Oracle: 
 """
 
 import contextlib
+import sys
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import tiny
 import torch
+import transformers as tf
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import vmoer
 from vmoer.live import capturing
@@ -53,6 +57,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> type[Graph]:
     stream = SimpleNamespace(cuda_stream=7, wait_stream=lambda other: None, synchronize=lambda: None)
     monkeypatch.setattr(VariationalGate, "_described", described)
     monkeypatch.setattr(capturing, "on_gpu", lambda states: True)
+    monkeypatch.setattr(capturing, "stream_of", lambda device: 7)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     monkeypatch.setattr(torch.cuda, "Stream", lambda: stream)
@@ -137,6 +142,17 @@ def test_what_a_graph_reads_may_change(change: str, graphs: type[Graph], monkeyp
             assert same(ours, outcome(model, ids, **settings))
 
 
+def test_a_record_leaves_the_graphs_of_passes_without_one(graphs: type[Graph]) -> None:
+    """Two routers, captured once without a record and once with one, which finds the halves of novelty's root first."""
+    model, counts = attached("vglr-fc"), []
+    for recorded in (False, True, False):
+        for ids in batches(capturing.SIGHTS + 1):
+            with torch.no_grad(), vmoer.record(model) if recorded else contextlib.nullcontext():
+                model(input_ids=ids)
+        counts.append(graphs.captures)
+    assert counts == [2, 4, 4]
+
+
 def test_nothing_is_captured_where_it_may_not_be(graphs: type[Graph]) -> None:
     model, ids = attached("vglr-fc"), batches(1)[0]
     noisy = vmoer.attach(tiny.model("granitemoe"), vmoer.MCDropout()).eval()
@@ -163,7 +179,7 @@ def test_a_router_holds_few_tokens(graphs: type[Graph], monkeypatch: pytest.Monk
             outcome(model, ids)
     gate = next(module for module in model.modules() if isinstance(module, VariationalGate))
     kept = capturing._LOCAL.kept[gate.vmoer]
-    assert [key[2][0] for key in kept.takes] == [6, 8]
+    assert [key[1][0] for key in kept.takes] == [6, 8]
 
 
 def test_a_router_keeps_few_graphs_and_one_place_for_what_comes_in(
@@ -176,7 +192,7 @@ def test_a_router_keeps_few_graphs_and_one_place_for_what_comes_in(
         for ids in batches(capturing.SIGHTS + 1, columns):
             outcome(model, ids)
     gate = next(module for module in model.modules() if isinstance(module, VariationalGate))
-    assert [key[2][0] for key in capturing._LOCAL.kept[gate.vmoer].takes] == [10, 12]
+    assert [key[1][0] for key in capturing._LOCAL.kept[gate.vmoer].takes] == [10, 12]
     (place,) = capturing._LOCAL.places.values()
     assert sorted(len(room) for room in place.room.values()) == [capturing.MOST, capturing.MOST]  # states, positions
 
@@ -190,3 +206,65 @@ def test_a_router_that_cannot_be_captured_is_launched_as_before(
         found = [outcome(model, ids) for ids in batches(capturing.SIGHTS + 2)]
     monkeypatch.setattr(capturing, "enabled", False)
     assert all(same(ours, outcome(model, ids)) for ours, ids in zip(found, batches(len(found)), strict=True))
+
+
+class Operators(TorchDispatchMode):
+    """Counts what is dispatched."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def host_work(run: Callable[[], object]) -> tuple[int, int]:
+    """Functions entered, Python's and C's, and operators dispatched: the same on every run."""
+    calls = 0
+
+    def seen(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(seen)
+    try:
+        run()
+    finally:
+        sys.setprofile(before)
+    with Operators() as operators:
+        run()
+    return calls, operators.count
+
+
+@pytest.mark.parametrize("key", ["map", "vglr-fc", "vtsr"])
+def test_a_token_costs_the_host_little_more(key: str, graphs: type[Graph], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One token through 32 layers, ten of them attached, their graphs' replays left out: what is done beside launching them.
+    Oracle: the plain model's own count."""
+    monkeypatch.setattr(Graph, "replay", lambda self: None)
+    sizes = dict(
+        hidden_size=16, intermediate_size=8, num_attention_heads=2, num_key_value_heads=1, vocab_size=tiny.VOCAB
+    )
+    config = tf.GraniteMoeConfig(num_hidden_layers=32, num_local_experts=40, num_experts_per_tok=8, **sizes)
+    plain = tf.GraniteMoeForCausalLM(config).eval()
+    model = tf.GraniteMoeForCausalLM(config).eval()
+    vmoer.fit(vmoer.attach(model, vmoer.methods()[key](layers=range(0, 30, 3))), [tiny.batch()])
+    ids = torch.tensor([[5]])
+
+    def run() -> None:
+        model(input_ids=ids)
+
+    with torch.no_grad():
+        calls, operators = host_work(lambda: plain(input_ids=ids))
+        for _ in range(capturing.SIGHTS + 1):
+            run()
+        more_calls, more_operators = host_work(run)
+        assert graphs.captures == (0 if key == "map" else 10)
+        assert more_calls <= 1.06 * calls
+        assert more_operators <= 1.02 * operators
+        with vmoer.record(model):
+            for _ in range(capturing.SIGHTS + 1):
+                run()
+            more_calls, more_operators = host_work(run)
+        assert more_calls <= 1.10 * calls
+        assert more_operators <= 1.02 * operators

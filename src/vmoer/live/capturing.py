@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from vmoer.live.context import NOTHING, Pass, Recorder
+from vmoer.live.context import NOTHING, Pass
+from vmoer.live.signals import Rows
 from vmoer.numerics import kernels
 
 MOST = 4096
@@ -45,19 +46,15 @@ class Answer(NamedTuple):
     signals_GT: Tensor | None = None
     """A row for each of the names."""
 
-    @property
-    def signals(self) -> dict[str, Tensor]:
-        return {} if self.signals_GT is None else dict(zip(self.names, self.signals_GT.unbind(0), strict=True))
-
-
-Work = Callable[[Tensor, Pass, Recorder | None], Answer]
-
 
 @dataclass
 class _Take:
     """A captured router."""
 
     graph: Any
+    place: "_Place"
+    states: Tensor
+    """Where they are copied to."""
     answer: Answer
     chosen: int | None
     """Which element of the return value the experts are."""
@@ -90,17 +87,22 @@ class _Kept:
     def __init__(self, router: nn.Module, method: nn.Module) -> None:
         self.takes: OrderedDict[Any, _Take | None] = OrderedDict()
         self.seen: dict[Any, int] = {}
-        self.tensors = [held for m in (router, *method.modules()) for held in (m._parameters, m._buffers)]
+        every = [held for m in (router, *method.modules()) for held in (m._parameters, m._buffers)]
+        named = [(held, name) for held in every for name in held]
+        self.told = [(held, name) for held, name in named if name.startswith("novelty")]
+        """What only a record's signals are read from, and what the routing is."""
+        self.read = [(held, name) for held, name in named if not name.startswith("novelty")]
 
         # sharded and quantised tensors are no plain memory
         self.plain = all(type(x) in (Tensor, nn.Parameter) for x in self.values())
 
     def values(self) -> list[Tensor]:
-        return [x for held in self.tensors for x in held.values() if x is not None]
+        return [x for held, name in (*self.read, *self.told) if (x := held.get(name)) is not None]
 
-    def state(self) -> tuple[int, ...]:
+    def state(self, asks: Any) -> tuple[int | None, ...]:
         """Where the parameters and buffers are: a graph reads them there, whatever is written into them."""
-        return tuple([x.data_ptr() for x in self.values()])
+        places = self.read if asks is None else [*self.read, *self.told]
+        return tuple([None if (x := held.get(name)) is None else x.data_ptr() for held, name in places])
 
 
 class _Local(threading.local):
@@ -110,74 +112,79 @@ class _Local(threading.local):
 
 
 _LOCAL = _Local()
+on_gpu = kernels.available
 
 
-def on_gpu(states: Tensor) -> bool:
-    return kernels.available(states)
+def stream_of(device: int) -> int:
+    """The number of this thread's stream there."""
+    return int(torch._C._cuda_getCurrentRawStream(device))
 
 
-def fits(states: Tensor, now: Pass, method: Any) -> bool:
-    """Whether this router's answer may come from a graph."""
-    if not enabled or torch.compiler.is_compiling() or states.dim() != 2 or not on_gpu(states):
-        return False
-    asked, record = now.asked, now.asked.record
-    if not asked.enabled or asked.collector is not None or asked.check is not None or asked.step is not None:
-        return False
-    if now.passes_T is not None or not 0 < len(states) <= MOST or not method.repeats:
+def fits(states: Tensor, method: Any) -> bool:
+    """Whether a router's answer to these states may come from a graph, where the pass repeats."""
+    if not enabled or torch.compiler.is_compiling() or not on_gpu(states) or not 0 < states.shape[0] <= MOST:
         return False
     if method.training or torch.is_grad_enabled() or torch.is_inference_mode_enabled() or states.is_inference():
-        return False
-    if record is not None and not record.repeats:
         return False
     return not torch.is_autocast_enabled("cuda") and not torch.cuda.is_current_stream_capturing()
 
 
-def captured(router: nn.Module, method: Any, states: Tensor, now: Pass, work: Work) -> Answer | None:
-    """The router's answer by its graph; None where it has none (yet), and the caller is to find it."""
-    kept = _LOCAL.kept.get(method)
+def captured(router: Any, method: Any, states: Tensor, now: Pass) -> tuple[Tensor, ...] | None:
+    """The router's answer by its graph, and its signals told to the record; None where it has no graph (yet)."""
+    if not fits(states, method):
+        return None
+    kept, record, device = _LOCAL.kept.get(method), now.asked.record, states.get_device()
     if kept is None:
         kept = _LOCAL.kept[method] = _Kept(router, method)
-    if not kept.plain:
-        return None
-    stream, record = torch.cuda.current_stream(states.device), now.asked.record
     asks = None if record is None else record.asks
-    if asks is not None and method.fitted:
+    if asks is not None:
         method.halves()  # found again where the statistics have changed
-    where = stream.cuda_stream, states.device.index
+    where = stream_of(device), device
     kinds = states.dtype, now.positions_T.dtype
-    key = (*where, states.shape, kinds, asks, id(method.config), kernels.enabled, kept.state())
-    if key not in kept.takes:
-        kept.seen[key] = kept.seen.get(key, 0) + 1
-        if kept.seen[key] <= SIGHTS:
-            if len(kept.seen) > 256:
-                kept.seen.clear()
-            return None
-        kept.takes[key] = _taken(states, now, work, (method.config, kept.values()))
-        kept.seen.pop(key, None)
-        while len(kept.takes) > GRAPHS or (len(kept.takes) > 1 and sum(key[2][0] for key in kept.takes) > HELD):
-            kept.takes.popitem(last=False)
-    else:
-        kept.takes.move_to_end(key)
-    take = kept.takes[key]
+    key = (where, states.shape, kinds, asks, id(method.config), kept.state(asks))
+    take = kept.takes.get(key)
     if take is None:
-        return None
-    place = _LOCAL.places[where]
-    place.input(states).copy_(states)
+        take = _taken_after_a_while(kept, key, router, states, now)
+        if take is None:
+            return None
+    kept.takes.move_to_end(key)
+    place = take.place
+    take.states.copy_(states)
     if method.reads_positions and place.copied is not now.positions_T:
         place.input(now.positions_T).copy_(now.positions_T)
         place.copied = now.positions_T
     take.graph.replay()
     # copies: the next replay writes into the same memory
-    out = tuple(x.clone() for x in take.answer.out)
-    chosen_TK = take.answer.chosen_TK.clone() if take.chosen is None else out[take.chosen]
-    signals_GT = take.answer.signals_GT
-    return Answer(out, chosen_TK, take.answer.names, None if signals_GT is None else signals_GT.clone())
+    first, second, third = take.answer.out
+    out = first.clone(), second.clone(), third.clone()
+    if record is not None:
+        names, signals_GT = take.answer.names, take.answer.signals_GT
+        signals = {} if signals_GT is None else Rows(names, signals_GT.clone())
+        chosen_TK = take.answer.chosen_TK.clone() if take.chosen is None else out[take.chosen]
+        now.keep(router.vmoer_layer, chosen_TK, signals)
+    return out
 
 
-def _taken(states: Tensor, now: Pass, work: Work, held: Any) -> _Take | None:
+def _taken_after_a_while(kept: _Kept, key: Any, router: Any, states: Tensor, now: Pass) -> _Take | None:
+    """The graph of what was asked often enough."""
+    method = router.vmoer
+    if key in kept.takes or not kept.plain or not method.repeats:
+        return None
+    kept.seen[key] = kept.seen.get(key, 0) + 1
+    if kept.seen[key] <= SIGHTS:
+        if len(kept.seen) > 256:
+            kept.seen.clear()
+        return None
+    take = kept.takes[key] = _taken(key[0], states, now, router._described, (method.config, kept.values()))
+    kept.seen.pop(key, None)
+    while len(kept.takes) > GRAPHS or (len(kept.takes) > 1 and sum(key[1][0] for key in kept.takes) > HELD):
+        kept.takes.popitem(last=False)
+    return take
+
+
+def _taken(where: Any, states: Tensor, now: Pass, work: Callable[..., Answer], held: Any) -> _Take | None:
     """Capture; None, said once, where that cannot be."""
     here = torch.cuda.current_stream(states.device)
-    where = here.cuda_stream, states.device.index
     with torch.cuda.device(states.device):
         if where not in _LOCAL.places:
             _LOCAL.places[where] = _Place(torch.cuda.Stream(), torch.cuda.graph_pool_handle())
@@ -202,4 +209,4 @@ def _taken(states: Tensor, now: Pass, work: Work, held: Any) -> _Take | None:
         finally:
             here.wait_stream(place.stream)
     chosen = next((i for i, x in enumerate(answer.out) if x is answer.chosen_TK), None)
-    return _Take(graph, answer, chosen, held)
+    return _Take(graph, place, u_TD, answer, chosen, held)

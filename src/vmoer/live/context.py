@@ -50,7 +50,7 @@ class Recorder(Protocol):
 
     def describe(self, method: Router, u_TD: Tensor, routing: Routing) -> dict[str, Tensor]: ...
 
-    def keep(self, now: "Pass", layer: int, chosen_TK: Tensor, signals: dict[str, Tensor]) -> None: ...
+    def keep(self, now: "Pass", layer: int, chosen_TK: Tensor, signals: Mapping[str, Tensor]) -> None: ...
 
 
 class Replayed(Protocol):
@@ -82,6 +82,13 @@ class Asked:
     collector: Collector | None = None
     check: Check | None = None
     replay: Replayed | None = None
+
+    @property
+    def repeats(self) -> bool:
+        """See `Pass.repeats`."""
+        if not self.enabled or self.step is not None or (self.record is not None and not self.record.repeats):
+            return False
+        return self.collector is None and self.check is None and self.replay is None
 
 
 NOTHING = Asked()
@@ -120,6 +127,11 @@ class Pass:
     """In compiled code, each layer's signals and experts until the last layer has spoken."""
     parts: tuple["Pass", ...] = ()
     """Columns that are routed apart from each other, in their order: those that average, and those that draw."""
+    repeats: bool = field(init=False)
+    """Whether a router is asked for its answer and its signals and for nothing else, so that both can be replayed."""
+
+    def __post_init__(self) -> None:
+        self.repeats = self.asked.repeats and self.passes_T is None and not self.parts
 
     @property
     def step(self) -> int | None:
@@ -142,7 +154,7 @@ class Pass:
             self.seen.add(layer)
             self.asked.record.add(self, layer, method, u_TD, routing, chosen_TK)
 
-    def keep(self, layer: int, chosen_TK: Tensor, signals: dict[str, Tensor]) -> None:
+    def keep(self, layer: int, chosen_TK: Tensor, signals: Mapping[str, Tensor]) -> None:
         """The same where the signals are known."""
         if self.asked.record is not None and layer not in self.seen:
             self.seen.add(layer)
@@ -196,7 +208,8 @@ class Attachment:
     @property
     def now(self) -> Pass | None:
         """This model's pass under way in this thread."""
-        return _LOCAL.now if _LOCAL.now is not None and _LOCAL.now.of is self else None
+        now = _LOCAL.now
+        return now if now is not None and now.of is self else None
 
     @contextmanager
     def within(self, now: Pass) -> Iterator[None]:
@@ -259,11 +272,8 @@ class Attachment:
         found_TK = now.replayed.get(layer)
         return None if found_TK is None else found_TK.to(device)
 
-    def current(self, u_TD: Tensor) -> Pass:
-        """The pass these states belong to. A router run by itself counts its tokens as one row."""
-        now = _LOCAL.now
-        if now is not None and now.of is self and len(now.positions_T) == len(u_TD):
-            return now
+    def alone(self, u_TD: Tensor) -> Pass:
+        """The pass of a router that is run by itself: its tokens are one row."""
         arange = torch.arange(len(u_TD), device=u_TD.device)
         return Pass(arange, torch.zeros_like(arange), None, (1, len(u_TD)), self, self.asked)
 

@@ -1,6 +1,6 @@
 """What one layer said in one pass, and what many layers said worked out together."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +20,7 @@ class LayerRecord:
     experts_TK: Tensor
     posterior: Posterior | None
     divergence_T: Tensor | None
-    signals: dict[str, Tensor]
+    signals: Mapping[str, Tensor]
     inputs: Inputs | None = None
 
 

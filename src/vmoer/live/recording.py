@@ -10,6 +10,7 @@ The record of one `model.generate` reads like that of one pass over the finished
 
 import asyncio
 import threading
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -67,7 +68,10 @@ class Record:
     ) -> None:
         self.config, self.layers = config, layers
         self.wanted = signals if signals is None or signals == "all" else names(signals)
-        self.keeps_kl = keeps_kl
+        self.keeps_kl, self.repeats = keeps_kl, not keeps_kl
+        self.asks: tuple[str, ...] = (
+            ("cheap",) if signals is None else ("all",) if signals == "all" else ("named", *names(signals))
+        )
         self._maker = _here()
         self.tape: Tape | None = None
         """Where compiled code records, if it does."""
@@ -152,24 +156,18 @@ class Record:
             with torch.no_grad():
                 self._entries(now)[layer].divergence_T = posterior.divergence()
 
-    @property
-    def repeats(self) -> bool:
-        return not self.keeps_kl
-
-    @property
-    def asks(self) -> tuple[str, ...]:
-        return ("cheap",) if self.wanted is None else ("all",) if self.wanted == "all" else ("named", *self.wanted)
-
     @torch.no_grad()
     def describe(self, method: Router, u_TD: Tensor, routing: Routing) -> dict[str, Tensor]:
         """The signals that were asked for."""
         return token_signals(Inputs(method, u_TD, routing.weight_TN), routing.posterior, self.wanted)
 
-    def keep(self, now: Pass, layer: int, chosen_TK: Tensor, signals: dict[str, Tensor]) -> None:
+    def keep(self, now: Pass, layer: int, chosen_TK: Tensor, signals: Mapping[str, Tensor]) -> None:
         self._entries(now)[layer] = LayerRecord(chosen_TK, None, None, signals)
 
     def _entries(self, now: Pass) -> dict[int, LayerRecord]:
         """Of this pass, which is nearly always the last."""
+        if self._passes and self._passes[-1][0] is now:
+            return self._passes[-1][1]
         entries = next((entries for known, entries in reversed(self._passes) if known is now), None)
         if entries is None:  # a router run outside its decoder
             entries = {}

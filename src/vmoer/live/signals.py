@@ -1,6 +1,6 @@
 """Which signals a record computes of what one router said."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -20,6 +20,24 @@ class Inputs(NamedTuple):
     method: Router
     u_TD: Tensor
     weight_TN: Tensor
+
+
+class Rows(Mapping[str, Tensor]):
+    """Signals that stand in one tensor, [G, T], a row each: taken apart by whoever reads them."""
+
+    def __init__(self, names: tuple[str, ...], signals_GT: Tensor) -> None:
+        self.names, self.signals_GT = names, signals_GT
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self.names:
+            raise KeyError(name)
+        return self.signals_GT[self.names.index(name)]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
 
 
 def gate_entropy(method: Router, weight_TN: Tensor) -> Tensor:

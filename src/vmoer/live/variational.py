@@ -30,34 +30,42 @@ class VariationalGate(nn.Module):
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         attachment = self.vmoer_attachment
-        current = attachment.now
-        if current is None or not current.parts or not current.asked.enabled:
-            return self._routed(hidden_states, *args, **kwargs)
-        outs = []
-        for part, states in zip(current.parts, current.split(hidden_states), strict=True):
-            with attachment.within(part):
-                outs.append(self._routed(states, *args, **kwargs))
-        return tuple(current.join(tensors) for tensors in zip(*outs, strict=True))
+        now = attachment.now
+        if now is not None and now.parts and now.asked.enabled:
+            return self._in_parts(now, hidden_states, *args, **kwargs)
+        flat = hidden_states.ndim == 2
+        u_TD = hidden_states if flat else hidden_states.reshape(-1, self.vmoer_gate.hidden_size)
+        if now is None or now.positions_T.shape[0] != u_TD.shape[0]:
+            now = attachment.alone(u_TD)
+        if now.repeats:  # on every token of a generation, so it is to be short
+            method = self._modules["vmoer"]
+            if method.silent and now.asked.record is None:  # type: ignore[union-attr]
+                return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
+            if flat and self.vmoer_gate.types is not None and not (args or kwargs):
+                found = capturing.captured(self, method, u_TD, now)
+                if found is not None:
+                    return found
+        return self._routed(now, hidden_states, u_TD, args, kwargs)
 
-    def _routed(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        method, plain = self.vmoer, not (args or kwargs) and self.vmoer_gate.types is not None
-        u_TD = hidden_states if hidden_states.dim() == 2 else hidden_states.reshape(-1, self.vmoer_gate.hidden_size)
-        current = self.vmoer_attachment.current(u_TD)
+    def _in_parts(self, now: Pass, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        outs = []
+        for part, states in zip(now.parts, now.split(hidden_states), strict=True):
+            with self.vmoer_attachment.within(part):
+                outs.append(VariationalGate.forward(self, states, *args, **kwargs))
+        return tuple(now.join(tensors) for tensors in zip(*outs, strict=True))
+
+    def _routed(
+        self, current: Pass, hidden_states: Tensor, u_TD: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         replayed_TK = None
         if current.asked.check is not None:
             current.asked.check.fired = True
         else:
             replayed_TK = self.vmoer_attachment.replayed(self.vmoer_layer, len(u_TD), u_TD.device)
         told = current.asked.record is not None or current.asked.collector is not None
-        plain = plain and replayed_TK is None
-        if plain and (told or not method.silent) and capturing.fits(hidden_states, current, method):
-            found = capturing.captured(self, method, hidden_states, current, self._described)
-            if found is not None:
-                current.keep(self.vmoer_layer, found.chosen_TK, found.signals)
-                return found.out
         out, u_TD, routing, chosen_TK = self._answered(hidden_states, current, told, args, kwargs, replayed_TK)
         if routing is not None:
-            current.hand_over(self.vmoer_layer, method, u_TD, routing, chosen_TK)
+            current.hand_over(self.vmoer_layer, self.vmoer, u_TD, routing, chosen_TK)
         return out
 
     def _described(self, hidden_states: Tensor, current: Pass, record: Recorder | None) -> capturing.Answer:

@@ -60,4 +60,5 @@ class Novelty(nn.Module):
             if self._halved != state:
                 self.novelty_high_RD, self.novelty_low_RD = kernels.halves(root_RD)
                 self._halved = state
-        return (self.novelty_high_RD, self.novelty_low_RD) if len(self.novelty_high_RD) == len(root_RD) else None
+        high_RD = self.novelty_high_RD
+        return (high_RD, self.novelty_low_RD) if high_RD.shape[0] == root_RD.shape[0] else None
