@@ -6,7 +6,7 @@ results written over those of the capture, which is what a replay does. Oracle: 
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
