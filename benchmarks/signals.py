@@ -2,6 +2,9 @@
 
 python benchmarks/signals.py --out DIR [--parts check,prefill,generate,fit,predict,compiled] [--geometries A,B]
                              [--methods A,B] [--seconds 450]
+
+DIR keeps the rows of former runs, so that parts, geometries and methods can be measured in runs of their own; a row that is
+measured again replaces its former one. The table and the claims at the end are those of all rows.
 """
 
 import argparse
@@ -18,6 +21,7 @@ import signals_check
 import signals_claims
 
 from vmoer.bench import overhead, reading, reading_rows
+from vmoer.errors import InputError
 
 
 def main() -> int:
@@ -56,6 +60,7 @@ def main() -> int:
         later=tuple(part for part in measured if part in ("prefill", "fit")),
         until=start + args.seconds,
         machine=overhead.machine(),
+        go_on=True,
     )
     print("\n".join(["", reading_rows.table(rows), *checks, ""]), flush=True)
     signals_claims.table(rows)
@@ -63,4 +68,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    try:
+        raise SystemExit(main())
+    except InputError as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(2) from None

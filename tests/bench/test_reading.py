@@ -11,6 +11,8 @@ from tiny import GEOMETRY
 
 from vmoer.bench import pairs, reading
 from vmoer.bench.reading_rows import figure, launch_bound, table
+from vmoer.errors import InputError
+from vmoer.live import capturing
 
 ABOUT = {"geometry": "g", "part": "prefill", "launch": "eager", "tokens": 16384, "batch": 16}
 
@@ -41,6 +43,42 @@ def test_what_cannot_run_says_why() -> None:
     assert rows[0]["error"] == "RuntimeError: no such kernel"
     assert rows[0]["ratio"] is None
     assert rows[1]["ratio"] > 0
+
+
+def test_a_later_run_goes_on_with_the_rows_of_the_former(tmp_path: Path) -> None:
+    """A row measured again replaces its former one, a part that failed its failure; another machine's rows are not joined."""
+
+    def bench(device: str = "a") -> pairs.Bench:
+        opened = pairs.Bench(tmp_path / "signals.json", 0.0, lambda line: None, machine={"device": device})
+        opened.go_on()
+        return opened
+
+    row = {**ABOUT, "method": "m", "mode": "recorded", "ratio": None, "error": "none"}
+    failed = {**row, "part": "fit", "launch": "-", "tokens": 0, "method": "-"}
+    bench().add([row, {**row, "mode": "attached"}, failed])
+    bench().add([{**row, "error": "again"}, {**row, "part": "fit"}])
+    found = [(x["part"], x["method"], x["mode"], x["error"]) for x in bench().rows]
+    assert found == [
+        ("prefill", "m", "attached", "none"), ("prefill", "m", "recorded", "again"), ("fit", "m", "recorded", "none"),
+    ]  # fmt: skip
+    with pytest.raises(InputError, match="another machine"):
+        bench("b")
+
+
+def test_generation_is_timed_when_every_router_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short generations come before the timed ones: as often as a capture takes, in every mode."""
+    made: list[tuple[int, int | None]] = []
+
+    def generation(model: Any, ids: torch.Tensor, new: int | None = None) -> Any:
+        return lambda: made.append((len(ids), new))
+
+    monkeypatch.setattr(reading, "generation", generation)
+    monkeypatch.setattr(reading, "both", lambda models, of: {("m", "attached"): of(None), ("m", "recorded"): of(None)})
+    monkeypatch.setattr(reading, "prompts", lambda plain, rows, columns: torch.zeros(rows, columns))
+    monkeypatch.setattr(reading, "compare", lambda *args, **settings: made.append((0, 0)) or [])
+    reading.generate(pairs.Bench(None, 0.0, lambda line: None), "g", torch.nn.Module(), {}, 0.0)
+    short = [[(batch, 2)] * 2 * (capturing.SIGHTS + 1) + [(0, 0)] for batch in (1, 16)]
+    assert made == [*short[0], *short[1]]
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -1,6 +1,7 @@
 """Works timed between two runs of the plain model each, and the rows that come of it."""
 
 import gc
+import json
 import random
 import statistics
 import time
@@ -16,6 +17,7 @@ from torch import nn
 from vmoer.bench.measure import Work, captured, ratio, seconds
 from vmoer.bench.reading_rows import Row, figure, line, table
 from vmoer.bench.subjects import DEVICE, own_bytes, recorded
+from vmoer.errors import InputError
 from vmoer.files import write_json, write_text
 
 Works = dict[tuple[str, str], Work]
@@ -32,12 +34,24 @@ class Bench:
     rows: list[Row] = field(default_factory=list)
     machine: dict[str, Any] = field(default_factory=dict)
 
+    def go_on(self) -> None:
+        """Take over the rows that the file holds: what is measured again replaces them."""
+        if self.out is None or not self.out.exists():
+            return
+        held = json.loads(self.out.read_text())
+        if held["machine"] != self.machine:
+            raise InputError(f"{self.out} was made on another machine or by other versions: give another --out")
+        self.rows = held["rows"]
+
     @property
     def left(self) -> float:
         return self.until - time.perf_counter()
 
     def add(self, rows: list[Row]) -> None:
-        self.rows += rows
+        made = {_measured(row) for row in rows}
+        parts = {(row["geometry"], row["part"]) for row in rows}
+        failed = [row for row in self.rows if row["method"] == "-" and (row["geometry"], row["part"]) in parts]
+        self.rows = [row for row in self.rows if _measured(row) not in made and row not in failed] + rows
         for row in rows:
             if row["mode"] != "plain" or row.get("error"):
                 self.say(line(row))
@@ -51,6 +65,10 @@ class Bench:
             drawn = figure(self.rows, geometry) if self.out is not None else None
             if drawn is not None and self.out is not None:
                 write_text(self.out.with_name(f"{self.out.stem}-{geometry}.svg"), drawn.svg)
+
+
+def _measured(row: Row) -> tuple[Any, ...]:
+    return tuple(row[name] for name in ("geometry", "part", "launch", "tokens", "batch", "method", "mode"))
 
 
 def clean() -> None:

@@ -1,7 +1,8 @@
 """What reading the uncertainty costs: every method attached, and recorded with novelty fitted, against the plain model.
 
     vmoer bench --reading --out FILE                               every part
-    python benchmarks/signals.py --out DIR --seconds 450           checks first, then what there is time for, Granite first
+    python benchmarks/signals.py --out DIR --seconds 450           checks first, then what there is time for, Granite first;
+                                                                   by parts too: a run goes on with the rows that DIR holds
 
 Every ratio is to the plain model in the same process, each run timed between two plain runs, rounds in a random order. Rows are
 {geometry, part, launch, tokens, batch, method, mode, ratio, low, high, seconds, plain_seconds, rounds}, ratios being medians and
@@ -27,6 +28,7 @@ from vmoer.bench.pairs import Bench, Works, both, clean, compare, peaks
 from vmoer.bench.reading_rows import Row
 from vmoer.bench.subjects import DEVICE, DTYPE, Decode, Prefill, attached, recorded
 from vmoer.inference.averaging import Averaging, predict
+from vmoer.live import capturing
 from vmoer.live.attach import attach
 from vmoer.live.fitting import fit
 from vmoer.routers import methods
@@ -93,8 +95,9 @@ def decode(bench: Bench, name: str, plain: nn.Module, models: dict[str, nn.Modul
             clean()
 
 
-def generation(model: Any, ids: Tensor, **settings: Any) -> Work:
-    fixed = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": NEW, "min_new_tokens": NEW}
+def generation(model: Any, ids: Tensor, new: int | None = None, **settings: Any) -> Work:
+    new = NEW if new is None else new
+    fixed = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": new, "min_new_tokens": new}
     mask = torch.ones_like(ids)
     return lambda: model.generate(input_ids=ids, attention_mask=mask, **fixed, **settings)
 
@@ -105,12 +108,17 @@ def prompts(plain: Any, rows: int, columns: int) -> Tensor:
 
 
 def generate(bench: Bench, name: str, plain: nn.Module, models: dict[str, nn.Module], share: float) -> None:
-    """`model.generate`, launched by the host."""
+    """`model.generate`, launched by the host. Short ones come first, in which every router is captured for the prompt's shape and
+    the step's: a capture inside a timed run would be charged to one of few rounds."""
     for batch, part in ((1, 0.6), (16, 0.4)):
         ids = prompts(plain, batch, PROMPT)
         works = both(models, functools.partial(generation, ids=ids))
+        short = both(models, functools.partial(generation, ids=ids, new=2))
+        for _ in range(capturing.SIGHTS + 1):
+            for work in short.values():
+                work()
         about = {"geometry": name, "part": "generate", "launch": "eager", "tokens": NEW, "batch": batch}
-        bench.add(compare(works, generation(plain, ids), about, share * part, most=7, warm=1))
+        bench.add(compare(works, generation(plain, ids), about, share * part, most=40, warm=1))
 
 
 def compiled(bench: Bench, name: str, plain: nn.Module, models: dict[str, nn.Module], share: float) -> None:
@@ -139,7 +147,7 @@ def compiled(bench: Bench, name: str, plain: nn.Module, models: dict[str, nn.Mod
                 reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
                 bench.add([{**about, "method": key, "mode": "recorded", "ratio": None, "error": reason}])
         compiles = dict(torch._dynamo.utils.counters["stats"])
-        rows = compare(works, base, about, min(40.0, bench.left / 3), most=7, warm=2)
+        rows = compare(works, base, about, min(max(40.0, share / 3), bench.left / 3), most=15, warm=2)
         again = dict(torch._dynamo.utils.counters["stats"]) != compiles
         bench.add([{**row, "compiled_again": again} for row in rows])
         if bench.left < 2 * first + 30:
@@ -199,20 +207,26 @@ SHARES = {
     "sweep": 40.0,
     "compiled": 120.0,
 }
-"""Seconds each part may measure for, on the first geometry; half of that on the others."""
+"""Seconds each part may measure for; where the time has an end, its share of what is left."""
 
 
-def measure(bench: Bench, name: str, geometry: Geometry, parts: tuple[str, ...], wanted: tuple[str, ...]) -> None:
+def measure(
+    bench: Bench, name: str, geometry: Geometry, parts: tuple[str, ...], wanted: tuple[str, ...], behind: float = 0.0
+) -> None:
+    """One geometry, where others are to have so many seconds' share of the time behind it."""
     start = time.perf_counter()
     plain = geometry.build(DEVICE, DTYPE)
     models = {key: fitted(plain, key, geometry.layers()) for key in wanted}
     bench.say(f"{name}: built in {time.perf_counter() - start:.0f} s")
-    for part in parts:
+    for number, part in enumerate(parts):
         if bench.left < 20:
             bench.say(f"{name}, {part}: no time left")
             continue
         try:
-            WORK[part](bench, name, plain, models, min(SHARES[part], bench.left - 10))
+            share = SHARES[part]
+            if bench.left != float("inf"):
+                share *= (bench.left - 10) / (sum(SHARES[part] for part in parts[number:]) + behind)
+            WORK[part](bench, name, plain, models, share)
         except Exception as error:
             traceback.print_exc()
             reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
@@ -232,18 +246,22 @@ def run(
     later: tuple[str, ...] = PARTS,
     until: float = float("inf"),
     machine: dict[str, Any] | None = None,
+    go_on: bool = False,
 ) -> list[Row]:
-    """Measure until then. `parts` are those of the first geometry, `later` those of the others."""
+    """Measure until then, `parts` of the first geometry and `later` of the others; `go_on` keeps what the file holds."""
     # transformers looks for packed rows on the host, which would forbid a graph; there are none here
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
     bench = Bench(out, until, say, machine=machine or {})
+    if go_on:
+        bench.go_on()
     with torch.no_grad():
         for number, name in enumerate(names):
             if bench.left < 40:
                 say(f"{name}: no time left")
                 continue
             try:
-                measure(bench, name, KNOWN[name], parts if number == 0 else later, wanted)
+                behind = (len(names) - number - 1) * sum(SHARES[part] for part in later)
+                measure(bench, name, KNOWN[name], parts if number == 0 else later, wanted, behind)
             except Exception:
                 traceback.print_exc()
             clean()
