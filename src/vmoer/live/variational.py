@@ -38,8 +38,8 @@ class VariationalGate(nn.Module):
         if now is None or now.positions_T.shape[0] != u_TD.shape[0]:
             now = attachment.alone(u_TD)
         if now.repeats:  # on every token of a generation, so it is to be short
-            method = self._modules["vmoer"]
-            if method.silent and now.asked.record is None:  # type: ignore[union-attr]
+            method = self.vmoer
+            if method.silent and now.asked.record is None:
                 return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
             if flat and self.vmoer_gate.types is not None and not (args or kwargs):
                 found = capturing.captured(self, method, u_TD, now)
