@@ -67,15 +67,19 @@ def test_a_later_run_goes_on_with_the_rows_of_the_former(tmp_path: Path) -> None
 
 def test_generation_is_timed_when_every_router_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short generations come before the timed ones: as often as a capture takes, in every mode."""
-    made: list[tuple[int, int | None]] = []
+    made: list[tuple[int, int]] = []
 
-    def generation(model: Any, ids: torch.Tensor, new: int | None = None) -> Any:
+    def generation(model: Any, ids: torch.Tensor, new: int = 0) -> Any:
         return lambda: made.append((len(ids), new))
+
+    def compared(*args: Any, **settings: Any) -> list[Any]:
+        made.append((0, 0))
+        return []
 
     monkeypatch.setattr(reading, "generation", generation)
     monkeypatch.setattr(reading, "both", lambda models, of: {("m", "attached"): of(None), ("m", "recorded"): of(None)})
     monkeypatch.setattr(reading, "prompts", lambda plain, rows, columns: torch.zeros(rows, columns))
-    monkeypatch.setattr(reading, "compare", lambda *args, **settings: made.append((0, 0)) or [])
+    monkeypatch.setattr(reading, "compare", compared)
     reading.generate(pairs.Bench(None, 0.0, lambda line: None), "g", torch.nn.Module(), {}, 0.0)
     short = [[(batch, 2)] * 2 * (capturing.SIGHTS + 1) + [(0, 0)] for batch in (1, 16)]
     assert made == [*short[0], *short[1]]

@@ -95,8 +95,9 @@ def decode(bench: Bench, name: str, plain: nn.Module, models: dict[str, nn.Modul
             clean()
 
 
-def generation(model: Any, ids: Tensor, new: int | None = None, **settings: Any) -> Work:
-    new = NEW if new is None else new
+def generation(model: Any, ids: Tensor, new: int = 0, **settings: Any) -> Work:
+    """Of `new` tokens, or of as many as are timed."""
+    new = new or NEW
     fixed = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": new, "min_new_tokens": new}
     mask = torch.ones_like(ids)
     return lambda: model.generate(input_ids=ids, attention_mask=mask, **fixed, **settings)
@@ -128,7 +129,7 @@ def compiled(bench: Bench, name: str, plain: nn.Module, models: dict[str, nn.Mod
     start = time.perf_counter()
     for batch in (1, 16):
         ids = prompts(plain, batch, PROMPT)
-        static = {"cache_implementation": "static"}
+        static: dict[str, Any] = {"cache_implementation": "static"}
         about = {"geometry": name, "part": "generate", "launch": "compiled", "tokens": NEW, "batch": batch}
         base = generation(plain, ids, **static)
         base()
