@@ -197,7 +197,7 @@ def test_options_have_calibrated_probabilities(client: openai.OpenAI, granite: t
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"options": 1}, "options=1 is no number of options from 2 to 26"),
+        ({"options": 1}, "options=1 is no number of options from 2 to 10"),
         ({"options": 4}, "the calibrator was fitted on questions with 3 options, and one has 4"),
         (["novelti"], "unknown signal 'novelti'; did you mean novelty"),
         ("yes", "uncertainty='yes': give true, a list of signals"),
