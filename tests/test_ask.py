@@ -222,6 +222,7 @@ def test_without_a_chat_template_the_question_is_put_plainly(
 
 def test_bad_input_is_one_line_and_code_2(run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = save_tiny(tmp_path / "tiny")
+    capsys.readouterr()  # what transformers said of the folders above
     for message, arguments in {
         "no such file; give a number": ("demo", "x", "--abstain-above", "many"),
         "--abstain-above nan": ("demo", "x", "--abstain-above", "nan"),

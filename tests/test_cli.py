@@ -255,6 +255,22 @@ def test_help_and_version_load_no_torch_and_take_no_time(arguments: list[str]) -
     assert seconds < max(0.4, 3 * min(cost("import typer") for _ in range(3)))
 
 
+def test_demo_is_the_embedded_model_beside_a_folder_of_that_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As `vmoer demo --out demo` and `vmoer train demo --out demo` leave it. Oracle: what info says elsewhere."""
+    assert run(["info", "demo", "--json"]) == 0
+    said = capsys.readouterr().out
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "demo").mkdir()
+    for content in ("{", json.dumps({"model": "another"})):
+        assert run(["info", "demo", "--json"]) == 0
+        assert capsys.readouterr().out == said
+        assert run(["ask", "demo", "why?", "--choice", "yes", "--choice", "no", "--device", "cpu"]) == 0
+        capsys.readouterr()
+        (tmp_path / "demo" / "run.json").write_text(content)
+
+
 def test_every_command_has_short_help(capsys: pytest.CaptureFixture[str]) -> None:
     for name, (_, line) in COMMANDS.items():
         assert run(["-h"]) == 0
@@ -349,7 +365,7 @@ def test_failures_are_one_line_and_code_1(
     def broken(_: Any) -> None:
         raise error
 
-    monkeypatch.setattr("vmoer.commands.info.skeleton", broken)
+    monkeypatch.setattr("vmoer.models.skeleton", broken)
     assert fails(capsys, "info", "x") == (code, line)
     monkeypatch.setenv("VMOER_DEBUG", "1")
     assert run(["info", "x"]) == code
@@ -404,7 +420,7 @@ def test_a_signal_has_its_code_whatever_a_library_makes_of_it(
         except SystemExit:
             raise raised from None
 
-    monkeypatch.setattr("vmoer.commands.info.skeleton", library)
+    monkeypatch.setattr("vmoer.models.skeleton", library)
     assert run(["info", "x"]) == 143
     assert capsys.readouterr().err == "terminated\n"
 
@@ -433,10 +449,10 @@ def test_a_full_disk_is_one_line(
     def replaced(*_: object) -> None:
         full(None)
 
-    monkeypatch.setattr("vmoer.commands.info.skeleton", full)
+    monkeypatch.setattr("vmoer.models.skeleton", full)
     assert fails(capsys, "info", "x") == (1, "No space left on device; make room and run the same command again")
     monkeypatch.setattr(os, "replace", replaced)
-    monkeypatch.setattr("vmoer.commands.info.skeleton", lambda _: write_text(tmp_path / "file", "text"))
+    monkeypatch.setattr("vmoer.models.skeleton", lambda _: write_text(tmp_path / "file", "text"))
     line = f"{tmp_path / 'file'}: No space left on device; make room and run the same command again"
     assert fails(capsys, "info", "x") == (1, line)
     assert list(tmp_path.iterdir()) == []
@@ -446,5 +462,5 @@ def test_an_interrupt_is_code_130(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("vmoer.commands.info.skeleton", interrupted)
+    monkeypatch.setattr("vmoer.models.skeleton", interrupted)
     assert run(["info", "x"]) == 130

@@ -21,8 +21,8 @@ KERNELS = {f"vmoer.numerics.kernels.{path.stem}" for path in (SRC / "numerics" /
 LATE = {  # the only modules of ours that another one may import late
     "numerics/kernels/__init__.py": KERNELS,  # they need Triton
     "__init__.py": {"vmoer"},  # public names are imported when they are used; type checkers are told where they are
-    "commands/lm_eval.py": {"vmoer.harness"},  # it needs lm-eval
-}
+}  # and a command imports what brings torch when its options are read: a mistake is said at once (tests/test_mistakes.py)
+COMMANDS = {"vmoer", "torch", "transformers"}
 needs_linter = pytest.mark.skipif(importlib.util.find_spec("importlinter") is None, reason="needs import-linter")
 
 
@@ -87,6 +87,7 @@ def _is_module(name: str) -> bool:
 @pytest.mark.parametrize("path", sorted(SRC.rglob("*.py")), ids=lambda path: str(path.relative_to(SRC)))
 def test_functions_import_optional_extras_alone(path: Path) -> None:
     allowed = EXTRAS | LATE.get(str(path.relative_to(SRC)), set())
+    allowed |= COMMANDS if path.parent.name == "commands" else set()
     late = [
         (line, name) for line, name in late_imports(path) if not any(f"{name}.".startswith(f"{a}.") for a in allowed)
     ]

@@ -73,7 +73,7 @@ def smallest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         monkeypatch.setitem(presets.PRESETS, name, dataclasses.replace(preset, stage2=Plan(epochs=2)))
     few = ("map", "vglr-fc", "vglr-fc@paper")
     for place, value in (
-        ("vmoer.commands.study.FULL", few),
+        ("vmoer.studies.demo.FULL", few),
         ("vmoer.routers._base.BETAS", (0.01,)),
     ):
         monkeypatch.setattr(place, value)

@@ -1,7 +1,6 @@
 """Opening a model by its name: a hub id, a local folder, a GGUF file, `demo`, or a run of `vmoer train`."""
 
 import copy
-import difflib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -54,7 +53,7 @@ def open_model(
         dtype: by default bfloat16 on a GPU and float32 on a CPU.
         revision: of `name` on the hub.
     """
-    _check_path(str(name))
+    fetch.check_path(str(name))
     folder = _router_folder(name, revision)
     saved = read_folder(folder) if folder else None
     base = str(name)
@@ -100,10 +99,12 @@ def _with_adapter(
 def _router_folder(name: str | Path, revision: str | None) -> Path | None:
     """The folder of a run or of saved routers, here or on the hub; None where the name is a model's."""
     folder = Path(name)
+    if isinstance(name, str) and embedded(name):
+        return None
     if folder.exists():
         routers = (folder / "router.json").exists() and not (folder / "config.json").exists()
         return folder if routers or (folder / "run.json").exists() else None
-    return None if isinstance(name, Path) or embedded(name) else fetch.find(name, revision)
+    return None if isinstance(name, Path) else fetch.find(name, revision)
 
 
 def _base_of(saved: Saved) -> str:
@@ -116,13 +117,9 @@ def _base_of(saved: Saved) -> str:
     return str(named)
 
 
-DEMO = {"demo": "map", "demo-base": "base", "demo-map-early": "map-early"}
-"""Names of the embedded model's stages."""
-
-
 def embedded(name: str) -> str | None:
     """The folder of the embedded model, where the name is one of its stages."""
-    return str(model_path(DEMO[name])) if name in DEMO else None
+    return str(model_path(fetch.DEMO[name])) if name in fetch.DEMO else None
 
 
 def _base(name: str, dtype: torch.dtype | str, revision: str | None = None) -> tuple[Any, Any]:
@@ -147,7 +144,7 @@ def skeleton(name: str) -> Any:
     """The model of a name, or the base of a run folder, without its weights: its configuration alone is read."""
     run = Path(name) / "run.json"
     with torch.device("meta"):
-        return _configured(str(read_run(run.parent)["model"]) if run.exists() else name)
+        return _configured(str(read_run(run.parent)["model"]) if run.exists() and not embedded(name) else name)
 
 
 def random_model(name: str, device: torch.device, dtype: torch.dtype | str) -> tuple[Any, Any]:
@@ -173,26 +170,9 @@ def _place(name: str, revision: str | None = None) -> tuple[str, dict[str, Any] 
     """Where a model is, what its `config.json` says where it is one of DeepSeek's layout, and options of `from_pretrained`."""
     if name.endswith(".gguf") and Path(name).is_file():
         return str(Path(name).parent), None, {"gguf_file": Path(name).name}
-    _check_path(name)
+    fetch.check_path(name)
     path = embedded(name) or name
     return path, deepseek.described(path, revision), {} if revision is None else {"revision": revision}
-
-
-def _check_path(name: str) -> None:
-    """Refuse a path where nothing is, or nothing yet: the hub is asked only for names that are no path here."""
-    path = Path(name).expanduser()
-    if path.is_dir() and not any((path / file).exists() for file in ("config.json", "run.json", "router.json")):
-        if any((path / state).exists() for state in ("map", "telemetry.jsonl", "stage1.safetensors")):
-            raise InputError(f"{name} is an unfinished run: start the same vmoer train again, and it goes on")
-        if not any(path.glob("*.gguf")):
-            raise InputError(f"cannot load the model {name!r}: there is no config.json, run.json or router.json in it")
-    beside = path.parent.is_dir() and path.parent != Path(".")
-    written = name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith("/")
-    if not path.exists() and (beside or written):
-        near = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-        close = [str(path.parent / one) for one in difflib.get_close_matches(path.name, near)]
-        hint = f"; did you mean {' or '.join(close)}?" if close else ""
-        raise InputError(f"cannot load the model {name!r}: no such folder or file{hint}")
 
 
 def _tokenizer(path: str, found: dict[str, Any] | None, more: dict[str, Any]) -> Any:

@@ -24,8 +24,8 @@ from vmoer.tasks.batches import padded
 from vmoer.tasks.prompt import encode
 from vmoer.training import stages
 from vmoer.training.data import hold_out
+from vmoer.training.layers import preset_layers
 from vmoer.training.objective import evaluate
-from vmoer.training.presets import preset_layers
 from vmoer.training.run import DEFAULT, PAPER, Data, Plan, Running, Stages, Workers, encode_questions, train
 from vmoer.training.stages import validation_nll
 
@@ -250,8 +250,8 @@ def test_the_papers_share_of_layers(
     available: int, taken: int, place: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Oracle: by hand, ten wherever there are ten; a dense model is refused later. From Python the note is a warning."""
-    monkeypatch.setattr("vmoer.training.presets.skeleton", lambda name: name)
-    monkeypatch.setattr("vmoer.training.presets.find", lambda model: range(available))
+    monkeypatch.setattr("vmoer.training.layers.skeleton", lambda name: name)
+    monkeypatch.setattr("vmoer.training.layers.find", lambda model: range(available))
     layers, note = preset_layers(PAPER, "some/model")
     assert layers == f"susceptible:{taken}"
     assert bool(note) == (0 < available < 10)

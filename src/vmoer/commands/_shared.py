@@ -1,4 +1,9 @@
-"""What several commands share: options, tables, progress bars, and silence from the libraries."""
+"""What several commands share: options, tables, progress bars, and silence from the libraries.
+
+Commands import what brings torch where they use it: by then their options are read, and what needs no model is checked.
+"""
+
+from __future__ import annotations
 
 import shutil
 import sys
@@ -6,21 +11,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from logging import getLogger as logging_of
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
-import transformers
 import typer
-from huggingface_hub import logging
-from huggingface_hub.utils.tqdm import disable_progress_bars
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from vmoer.errors import InputError
-from vmoer.live.inputs import context_length
-from vmoer.models import Opened
-from vmoer.report import Entry, Table, to_terminal
-from vmoer.tasks import Question, prompt
+from vmoer.tasks import Question
+
+if TYPE_CHECKING:
+    from vmoer.models import Opened
+    from vmoer.report.tables import Table
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -58,6 +60,8 @@ NoCalibrator = Annotated[bool, typer.Option("--no-calibrator", help="Leave the r
 
 def check_device(device: str | None) -> None:
     """Refuse a device that this machine does not have, before anything is loaded."""
+    import torch
+
     try:
         torch.empty(1, device=device or "cpu")
     except (RuntimeError, AssertionError, NotImplementedError) as error:
@@ -66,6 +70,9 @@ def check_device(device: str | None) -> None:
 
 def fitting(opened: Opened, questions: Sequence[Question]) -> list[Question]:
     """The questions that fit into the model's context; the others are counted on stderr."""
+    from vmoer.live.inputs import context_length
+    from vmoer.tasks import prompt
+
     kept, long = prompt.fitting(opened.tokenizer, questions, context_length(opened.model))
     for task, count in long.items():
         of = sum(question.task == task for question in questions)
@@ -90,12 +97,16 @@ def numbers(text: str) -> tuple[int, ...]:
 
 def table(title: str, header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """Print a table of texts."""
+    from vmoer.report.tables import Entry, Table
+
     entries = [[Entry("" if cell is None else str(cell)) for cell in row] for row in rows]
     print_tables([Table("", title, header, entries, labels=len(header))])
 
 
 def print_tables(tables: Iterable[Table]) -> None:
     """Print tables as wide as the terminal; into a pipe or a file, as wide as they need."""
+    from vmoer.report.tables import to_terminal
+
     terminal = sys.stdout.isatty()
     width = shutil.get_terminal_size().columns if terminal else None
     for table in tables:
@@ -154,6 +165,10 @@ def progress() -> Iterator[Bars]:
 
 def quiet() -> None:
     """Silence transformers and the hub. What goes wrong there is raised as an exception anyway."""
+    import transformers
+    from huggingface_hub import logging
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     logging.set_verbosity_error()

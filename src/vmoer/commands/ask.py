@@ -4,10 +4,12 @@ A token is marked by the probability it was chosen with, or by a signal of the r
 brackets. `--abstain-above` takes a number or a file of `vmoer threshold`.
 """
 
+from __future__ import annotations
+
 import json
 import math
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
@@ -15,14 +17,13 @@ from rich.text import Text
 
 from vmoer.commands._shared import Device, Dtype, Json, NoCalibrator, check_device, quiet
 from vmoer.errors import InputError
-from vmoer.evaluation.ask import Asked, answer_choice, answer_text, judge
-from vmoer.evaluation.threshold import Threshold, read_threshold
-from vmoer.live.attach import attachment_of
-from vmoer.models import Opened, open_model
-from vmoer.saved.calibrator import of
-from vmoer.saved.fetch import locate
-from vmoer.saved.store import put_on, read_folder
+from vmoer.saved.fetch import check_path, locate
 from vmoer.tasks import LETTERS
+
+if TYPE_CHECKING:
+    from vmoer.evaluation.ask import Asked
+    from vmoer.evaluation.threshold import Threshold
+    from vmoer.models import Opened
 
 STYLES = ("", "yellow", "bold underline red")  # of marks 0, 1 and 2
 UNFAMILIAR = 0.9  # the share of validation questions that are less novel, from which a question is called unfamiliar
@@ -59,17 +60,20 @@ def ask(
     as_json: Json = False,
 ) -> None:
     """Ask a question: the answer with its uncertain tokens marked, and a score; or nothing where that is too high."""
-    threshold = _threshold(abstain_above)
-    if threshold and threshold.form == "text" and choice:
-        raise InputError(f"{abstain_above} was chosen on free answers: leave --choice out")
+    check_path(model)
     if choice and len(choice) < 2:
         raise InputError("one --choice is not enough: give one for each option")
     if averaging and not choice:
         raise InputError(
             f"--averaging {averaging} is for questions with options: give each by --choice, or leave it out"
         )
-    quiet()
     check_device(device)
+    threshold = _threshold(abstain_above)
+    if threshold and threshold.form == "text" and choice:
+        raise InputError(f"{abstain_above} was chosen on free answers: leave --choice out")
+    from vmoer.evaluation.ask import answer_choice, answer_text, judge
+
+    quiet()
     opened = _open(model, router, device, dtype)
     if no_calibrator:
         opened = opened._replace(calibrator=None)
@@ -95,16 +99,28 @@ def ask(
 def _threshold(text: str | None) -> Threshold | None:
     if text is None:
         return None
+    path = Path(text)
     try:
         value = float(text)
     except ValueError:
-        return read_threshold(Path(text))
-    if math.isnan(value):
+        if not path.exists():
+            raise InputError(f"{path}: no such file; give a number, or a threshold file of `vmoer threshold`") from None
+        value = None
+    if value is not None and math.isnan(value):
         raise InputError("--abstain-above nan: give a number, or a threshold file")
+    from vmoer.evaluation.threshold import Threshold, read_threshold
+
+    if value is None:
+        return read_threshold(path)
     return Threshold(value, {})
 
 
 def _open(model: str, router: str | None, device: str | None, dtype: str | None) -> Opened:
+    from vmoer.live.attach import attachment_of
+    from vmoer.models import open_model
+    from vmoer.saved.calibrator import of
+    from vmoer.saved.store import put_on, read_folder
+
     opened = open_model(model, device=device, dtype=dtype)
     if router is None:
         return opened

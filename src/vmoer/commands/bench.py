@@ -7,8 +7,6 @@ from typing import Annotated
 
 import typer
 
-from vmoer.bench import overhead, reading
-from vmoer.bench.reading_rows import table
 from vmoer.commands._shared import Json, listed, quiet
 from vmoer.errors import unknown
 
@@ -27,6 +25,9 @@ def bench(
     as_json: Json = False,
 ) -> None:
     """Time and memory of every method against the plain model, in one run; true geometries on a GPU, a small one without."""
+    from vmoer.bench import overhead, reading
+    from vmoer.bench.reading_rows import table
+
     quiet()
     names = list(listed(geometries)) or list(overhead.KNOWN)
     for name in names:

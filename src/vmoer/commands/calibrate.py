@@ -1,8 +1,10 @@
 """`vmoer calibrate RUN_OR_MODEL --task T`: a calibrator fitted on validation, stored with the run."""
 
+from __future__ import annotations
+
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,12 +20,13 @@ from vmoer.commands._shared import (
     quiet,
     table,
 )
-from vmoer.evaluation.calibrators import Calibrated, target_of
-from vmoer.evaluation.calibrators import calibrate as fit
 from vmoer.files import locked
-from vmoer.models import open_model
-from vmoer.saved import calibrator, manifest
+from vmoer.saved import manifest
+from vmoer.saved.fetch import check_path
 from vmoer.tasks import load
+
+if TYPE_CHECKING:
+    from vmoer.evaluation.calibrators import Calibrated
 
 
 def calibrate(
@@ -47,10 +50,16 @@ def calibrate(
 
     A model that is no run is written to --out as one. Killed and started again it goes on where it was.
     """
-    quiet()
-    check_device(device)
-    folder = target_of(run_or_model, out)
+    check_path(run_or_model)
     questions = load(task, "validation", data_root=data_root, limit=limit)
+    check_device(device)
+    from vmoer.evaluation.calibrators import calibrate as fit
+    from vmoer.evaluation.calibrators import target_of
+    from vmoer.models import open_model
+    from vmoer.saved import calibrator
+
+    quiet()
+    folder = target_of(run_or_model, out)
     how: dict[str, Any] = {"averaging": averaging, "passes": passes, "kind": method, "batch_tokens": batch_tokens}
     with locked(folder):
         if manifest.complete(folder):
@@ -68,6 +77,8 @@ def calibrate(
 
 
 def _show(found: Calibrated, folder: Path) -> None:
+    from vmoer.saved.calibrator import NAME
+
     file = found.stored.file
     rows = [(kind, "too few questions" if v is None else f"{v:.4f}") for kind, v in file["cross_validated_nll"].items()]
     table(f"{file['method']} on {file['task']}: cross-validated NLL of each calibrator", ("calibrator", "NLL"), rows)
@@ -79,7 +90,7 @@ def _show(found: Calibrated, folder: Path) -> None:
     title = f"Before and after, {file['questions']} validation questions, each by a map fitted without it"
     table(title, ("score", "before", "after", "change"), cells)
     numbers = ", ".join(f"{name} {value:.3g}" for name, value in file["parameters"].items() if isinstance(value, float))
-    print(f"{folder / calibrator.NAME}: {file['kind']}{f' ({numbers})' if numbers else ''}")
+    print(f"{folder / NAME}: {file['kind']}{f' ({numbers})' if numbers else ''}")
 
 
 def _interval(numbers: Any) -> str:

@@ -9,13 +9,7 @@ import typer
 from vmoer.commands._shared import quiet, waiting
 from vmoer.commands.ask import show, shown_choice
 from vmoer.commands.study import raise_failures, show_plan
-from vmoer.evaluation.ask import answer_choice
 from vmoer.files import locked
-from vmoer.models import open_model
-from vmoer.report import read, report
-from vmoer.report.studies import BUILDERS
-from vmoer.report.verdict import verdict
-from vmoer.studies import demo as story
 from vmoer.tasks import load
 
 CAPITALS = ["Paris", "Rome", "Berlin", "Madrid"]
@@ -30,12 +24,20 @@ def demo(
     ] = False,
 ) -> None:
     """The whole story on a small embedded MoE, without network or GPU, in a few minutes."""
-    quiet()
     workers = workers or _cores()
     if dry_run:
+        from vmoer.studies import demo as story
+
+        quiet()
         show_plan(story.names(full), story.study(out, full), workers)
         return
     with locked(out), waiting("vmoer demo") as bars:
+        from vmoer.report import read, report
+        from vmoer.report.studies import BUILDERS
+        from vmoer.report.verdict import verdict
+        from vmoer.studies import demo as story
+
+        quiet()
         failed = story.run(out, full, workers, bars.print)
         bars.print("the report: tables and figures")
         page = report(out).page
@@ -51,6 +53,9 @@ def demo(
 
 def _ask(run: Path) -> None:
     """Three questions to a trained run: one as in training, one of a shifted task, one of another world."""
+    from vmoer.evaluation.ask import answer_choice
+    from vmoer.models import open_model
+
     opened = open_model(run, device="cpu")
     known = [load(task, "test", limit=1)[0] for task in ("demo", "demo-near")]
     asked = [*((one.question, list(one.choices)) for one in known), ("What is the capital of France?", CAPITALS)]

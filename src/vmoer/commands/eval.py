@@ -1,11 +1,13 @@
 """`vmoer eval RUN_OR_MODEL --task T`: predictions, then metrics from the predictions alone."""
 
+from __future__ import annotations
+
 import json
 import re
 import sys
 import warnings
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -25,18 +27,12 @@ from vmoer.commands._shared import (
     quiet,
 )
 from vmoer.errors import InputError
-from vmoer.evaluation import scores
-from vmoer.evaluation.answers import predict_task
-from vmoer.evaluation.calibrators import settings
-from vmoer.evaluation.predictions import BASE
 from vmoer.files import locked, read_json
-from vmoer.live.attach import attached, attachment_of, detach
-from vmoer.models import open_model
-from vmoer.report import summaries
-from vmoer.report.verdict import verdict
-from vmoer.saved.calibrator import Stored
+from vmoer.saved.fetch import check_path
 from vmoer.tasks import Question, is_file, load, shift
-from vmoer.tasks.prompt import ask_with
+
+if TYPE_CHECKING:
+    from vmoer.saved.calibrator import Stored
 
 
 def eval_(
@@ -74,10 +70,19 @@ def eval_(
     A run's questions are answered a second time without its routers: what it is held against. Killed and started again it goes
     on where it was.
     """
-    quiet()
+    check_path(run_or_model)
     asked = {"data_root": data_root, "paper_splits": paper_splits, "limit": limit}
     questions = _questions(task, split, [name for name in ood.split(",") if name], asked)
     check_device(device)
+    from vmoer.evaluation import scores
+    from vmoer.evaluation.answers import predict_task
+    from vmoer.evaluation.calibrators import settings
+    from vmoer.evaluation.predictions import BASE
+    from vmoer.live.attach import attached, attachment_of, detach
+    from vmoer.models import open_model
+    from vmoer.tasks.prompt import ask_with
+
+    quiet()
     opened = open_model(run_or_model, device=device, dtype=dtype)
     if system_prompt is not None:
         ask_with(opened.tokenizer, system_prompt)
@@ -111,6 +116,9 @@ def eval_(
 
 def _show(rows: list[dict[str, Any]], out: Path, run: dict[str, Any]) -> None:
     """Tables, then the sentence that says whether it helped."""
+    from vmoer.report import summaries
+    from vmoer.report.verdict import verdict
+
     found = summaries.settings(rows)
     print_tables([summaries.calibration_table(scored) for scored in found])
     print_tables([summaries.detection_table(scored) for scored in found if scored.setting.shifted])

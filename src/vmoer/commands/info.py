@@ -8,9 +8,7 @@ import typer
 
 from vmoer.commands._shared import Json, quiet, table
 from vmoer.errors import InputError
-from vmoer.gates import find
-from vmoer.gates.describe import describe
-from vmoer.models import skeleton
+from vmoer.saved.fetch import check_path
 
 
 def info(
@@ -18,6 +16,11 @@ def info(
     as_json: Json = False,
 ) -> None:
     """The MoE layers of a model: router class, scoring rule, experts, top-k, and whether each can be attached."""
+    check_path(model)
+    from vmoer.gates import find
+    from vmoer.gates.describe import describe
+    from vmoer.models import skeleton
+
     quiet()
     found = find(skeleton(model))
     if not found:

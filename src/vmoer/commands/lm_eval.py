@@ -1,18 +1,22 @@
 """`vmoer lm-eval ...`: lm-evaluation-harness's own command line with the model `vmoer`, then calibration over its samples."""
 
+from __future__ import annotations
+
 import argparse
 import os
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 import yaml  # type: ignore[import-untyped]
 
 from vmoer.commands._shared import table
 from vmoer.errors import InputError
-from vmoer.evaluation.scores import Row
+
+if TYPE_CHECKING:
+    from vmoer.evaluation.scores import Row
 
 SETTINGS: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 """Every option goes through to lm-eval, --help among them."""
@@ -24,15 +28,16 @@ def lm_eval(context: typer.Context) -> None:
     Calibration follows its results for every multiple-choice task; `vmoer lm-eval calibration DIR` gives it for samples logged
     before, by any model.
     """
+    arguments = list(context.args)
+    logged = arguments[:1] == ["calibration"]
+    if logged and (len(arguments) != 2 or not Path(arguments[1]).is_dir()):
+        raise InputError("vmoer lm-eval calibration takes one folder: one that lm-eval wrote to with --log_samples")
     try:
         from vmoer import harness
     except ModuleNotFoundError as error:
         raise InputError(f"vmoer lm-eval needs lm-eval: pip install 'vmoer[lm-eval]' ({error})") from None
 
-    arguments = list(context.args)
-    if arguments[:1] == ["calibration"]:
-        if len(arguments) != 2 or not Path(arguments[1]).is_dir():
-            raise InputError("vmoer lm-eval calibration takes one folder: one that lm-eval wrote to with --log_samples")
+    if logged:
         files = harness.logged(Path(arguments[1]))
         if not files:
             raise InputError(f"{arguments[1]} holds no samples_*.jsonl: run lm-eval with --log_samples --output_path")

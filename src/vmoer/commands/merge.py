@@ -6,7 +6,6 @@ from typing import Annotated
 import typer
 
 from vmoer.commands._shared import Dtype, quiet
-from vmoer.serving import merging
 
 
 def merge(
@@ -18,6 +17,8 @@ def merge(
 
     vmoer serve DIR --router DIR then serves it. By default the weights keep the dtype of the base model's files.
     """
+    from vmoer.serving import merging
+
     quiet()
     folder = merging.merge(run, out, dtype=dtype)
     print(f"{folder}: vmoer serve {folder} --router {folder}")

@@ -9,9 +9,6 @@ import typer
 from vmoer.commands._shared import Json, print_tables
 from vmoer.errors import InputError
 from vmoer.files import locked
-from vmoer.report import report as write_report
-from vmoer.report.studies import BUILDERS
-from vmoer.report.verdict import verdict
 
 
 def report(
@@ -21,6 +18,10 @@ def report(
     """Tables, and one HTML page with figures, from the predictions in a folder."""
     if not folder.is_dir():
         raise InputError(f"{folder}: no such folder")
+    from vmoer.report import report as write_report
+    from vmoer.report.studies import BUILDERS
+    from vmoer.report.verdict import verdict
+
     with locked(folder / "report"):
         written = write_report(folder)
     if as_json:

@@ -1,20 +1,21 @@
 """`vmoer sensitivity MODEL --task T`: how brittle each layer's routing is, and which layers to take."""
 
+from __future__ import annotations
+
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from vmoer import tasks
 from vmoer.commands._shared import DataRoot, Device, Dtype, Json, check_device, quiet, table
-from vmoer.evaluation.brittleness import mean_rows, quantile_rows
 from vmoer.files import locked, write_json, write_text
-from vmoer.live.brittleness import DIAGNOSTIC, Brittleness, brittleness
-from vmoer.models import open_model
-from vmoer.report.robustness import brittleness_curve, brittleness_layers
-from vmoer.tasks.batches import padded
-from vmoer.tasks.prompt import encode
+from vmoer.saved.fetch import check_path
+
+if TYPE_CHECKING:
+    from vmoer.live.brittleness import Brittleness
 
 
 def sensitivity(
@@ -29,10 +30,12 @@ def sensitivity(
     as_json: Json = False,
 ) -> None:
     """How brittle each layer's routing is under noise on its input, and the ranking that layer choice goes by."""
-    quiet()
+    check_path(model)
+    asked = tasks.load(task, "test", data_root=data_root, limit=questions)
     check_device(device)
-    where: dict[str, Any] = {"data_root": data_root, "device": device, "dtype": dtype}
-    result, rows = measure(model, task, questions=questions, seed=seed, **where)
+    quiet()
+    where: dict[str, Any] = {"device": device, "dtype": dtype}
+    result, rows = measure(model, asked, seed=seed, **where)
     if out is not None:
         with locked(out):
             write(out, result, rows)
@@ -49,11 +52,16 @@ def sensitivity(
 
 
 def measure(
-    model: str, task: str, *, questions: int, data_root: Path | None, device: str | None, dtype: str | None, seed: int
+    model: str, asked: Sequence[tasks.Question], *, device: str | None, dtype: str | None, seed: int
 ) -> tuple[Brittleness, list[dict[str, Any]]]:
-    """Brittleness on a task's test prompts, and its rows as in `metrics.json`."""
+    """Brittleness on questions of one task, and its rows as in `metrics.json`."""
+    from vmoer.evaluation.brittleness import mean_rows
+    from vmoer.live.brittleness import brittleness
+    from vmoer.models import open_model
+    from vmoer.tasks.batches import padded
+    from vmoer.tasks.prompt import encode
+
     opened = open_model(model, device=device, dtype=dtype)
-    asked = tasks.load(task, "test", data_root=data_root, limit=questions)
     prompts = sorted(encode(opened.tokenizer, asked, 2**31), key=len)
     place = next(opened.model.parameters()).device
     batches = [padded(prompts[i : i + 16], place) for i in range(0, len(prompts), 16)]
@@ -63,6 +71,10 @@ def measure(
 
 def write(out: Path, result: Brittleness, rows: list[dict[str, Any]]) -> None:
     """Write the rows, the ranking, and the two figures of appendix B.1."""
+    from vmoer.evaluation.brittleness import quantile_rows
+    from vmoer.live.brittleness import DIAGNOSTIC
+    from vmoer.report.robustness import brittleness_curve, brittleness_layers
+
     write_json(out / "brittleness.json", rows)
     write_json(out / "ranking.json", {"gamma": DIAGNOSTIC, "layers": [int(layer) for layer in result.ranking()]})
     quantiles = quantile_rows(result, rows[0])

@@ -7,7 +7,6 @@ from typing import Annotated, Any
 import typer
 
 from vmoer.commands._shared import NoCalibrator, quiet
-from vmoer.serving import launch
 
 SETTINGS: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True}
 """Options that are not ours go through to vLLM."""
@@ -26,6 +25,8 @@ def serve(
 
     Clients ask by extra_body={"uncertainty": true}. /vmoer is a page to try it, /metrics has histograms of the signals.
     """
+    from vmoer.serving import launch
+
     quiet()
     command = launch.prepare(model, router, threshold, context.args, calibrated=not no_calibrator)
     os.execve(command.arguments[0], command.arguments, command.environment)

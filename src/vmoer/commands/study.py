@@ -1,11 +1,12 @@
 """`vmoer study NAME`: a grid of cells, then its rows."""
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 
 from vmoer.commands._shared import (
@@ -22,16 +23,18 @@ from vmoer.commands._shared import (
 )
 from vmoer.errors import InputError, RunError
 from vmoer.files import locked
-from vmoer.studies import STUDIES, Cell, Study, _paper_cost, check_backend, grid, paper, run_study, summary
-from vmoer.studies._estimate import expected, sentence
-from vmoer.studies._labels import with_preset
-from vmoer.studies.demo import EMBEDDED, FULL
-from vmoer.training.presets import PAPER, preset_layers, preset_named
+
+if TYPE_CHECKING:
+    from vmoer.studies import Cell, Study
+
+TABLES = "paper"  # the study of the paper's tables
 
 
 def _list(asked: bool) -> None:
     """Every study, with the first line of the module that holds it."""
     if asked:
+        from vmoer.studies import STUDIES, summary
+
         table("studies", ("name", "what it is"), [(name, summary(name)) for name in STUDIES])
         raise typer.Exit
 
@@ -74,14 +77,21 @@ def study(
     ] = False,
 ) -> None:
     """One of the paper's experiments over methods and seeds. Finished cells are never computed again."""
-    quiet()
+    from vmoer.training.presets import PAPER, preset_named
+
+    preset = preset_named(preset).name
+    _check_paper(name, task, table_, ood, methods, preset)
+    wanted = numbers(seeds)
     check_device(device)
+    from vmoer.studies import Study, check_backend, grid, paper, run_study
+    from vmoer.studies.demo import EMBEDDED
+    from vmoer.training.layers import preset_layers
+
+    quiet()
     settings: dict[str, Any] = {"passes": passes, "search": search, "transfer_from": transfer_from, "limit": limit}
     settings |= {"data_root": None if data_root is None else str(data_root)}
     settings |= {"device": device, "dtype": dtype, "recompute": recompute}
     settings |= EMBEDDED if model == "demo" else {}
-    preset = preset_named(preset).name
-    _check_paper(name, task, table_, ood, methods, preset)
     check_backend(backend, workers, ray_address)
     asked = Study(
         model=paper.model_named(model),
@@ -91,7 +101,7 @@ def study(
         methods=_labels(methods, preset),
         preset=preset,
         table=table_ or "all",
-        seeds=numbers(seeds) or (paper.SEEDS if name == paper.STUDY else (0,)),
+        seeds=wanted or (paper.SEEDS if name == TABLES else (0,)),
         averaging=listed(averaging),
         **settings,
     )
@@ -110,7 +120,9 @@ def study(
 
 def _show_plan(name: str, asked: Study, workers: int) -> None:
     """What a study would take."""
-    if name != paper.STUDY:
+    from vmoer.studies import _paper_cost
+
+    if name != TABLES:
         return show_plan((name,), asked, workers)
     lines, below = _paper_cost.summary(asked)
     table(f"the paper's tables on {asked.model}", ("table", "cells", "done", "H200 h", "A100 h", "GB"), lines)
@@ -119,18 +131,23 @@ def _show_plan(name: str, asked: Study, workers: int) -> None:
 
 def _check_paper(name: str, task: str, table: str, ood: str, methods: str, preset: str) -> None:
     """The study paper has its own tasks, shifts and methods; every other study needs a task and has no tables."""
-    if name == paper.STUDY and (ood or methods or preset != "default"):
+    if name == TABLES and (ood or methods or preset != "default"):
         raise InputError(
             "the study paper has its own shifts, methods and preset: leave out --ood, --methods and --preset"
         )
-    if name != paper.STUDY and table:
+    if name != TABLES and table:
         raise InputError(f"--table belongs to the study paper, not to {name}")
-    if name != paper.STUDY and not task:
+    if name != TABLES and not task:
         raise InputError(f"the study {name} needs a task: --task openbookqa")
 
 
 def _labels(methods: str, preset: str) -> tuple[str, ...]:
     """What was asked for, or the methods of the preset: the paper's seven, or all of ours."""
+    from vmoer.studies import paper
+    from vmoer.studies._labels import with_preset
+    from vmoer.studies.demo import FULL
+    from vmoer.training.presets import PAPER
+
     found = listed(methods) or (paper.METHODS if preset == PAPER.name else FULL)
     return tuple(with_preset(label, preset) for label in found)
 
@@ -143,6 +160,11 @@ def raise_failures(failed: Sequence[tuple[Cell, str]], more: str = "") -> None:
 
 def show_plan(names: tuple[str, ...], study: Study, workers: int) -> None:
     """Print the grid and how long the rest of it will take. A cell has a time where it is done, or where a cell like it is."""
+    import torch
+
+    from vmoer.studies import grid
+    from vmoer.studies._estimate import expected, sentence
+
     if study.model == "demo":
         torch.set_num_threads(1)  # as the cells run
     found = expected([cell for name in names for cell in grid(name, study)], study.out)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from vmoer.commands._shared import DataRoot, Device, Dtype, Json, NoCalibrator, check_device, progress, quiet, table
-from vmoer.evaluation.threshold import FILE, Threshold, answer_run, choose, read_source, unanswered, write_threshold
+from vmoer.errors import InputError
 from vmoer.files import locked
 
 
@@ -28,6 +28,10 @@ def threshold(
     as_json: Json = False,
 ) -> None:
     """Choose when to abstain: the threshold on validation for a wanted risk, its coverage and risk on test."""
+    if not folder.is_dir():
+        raise InputError(f"{folder}: no such folder")
+    from vmoer.evaluation.threshold import FILE, answer_run, choose, read_source, unanswered, write_threshold
+
     path = out or folder / FILE
     ask = unanswered(folder)
     with locked(folder):
@@ -48,6 +52,8 @@ def threshold(
 def _show(chosen: dict[str, Any]) -> None:
     def interval(numbers: list[float]) -> str:
         return f"{numbers[0]:.3f} [{numbers[1]:.3f}, {numbers[2]:.3f}]"
+
+    from vmoer.evaluation.threshold import Threshold
 
     what = f"answer where {chosen['signal']} <= {Threshold(chosen['threshold'], chosen)}"
     header = ("split", "questions", "answered", "coverage", "errors", "risk", "risk of all")

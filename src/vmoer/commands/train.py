@@ -1,5 +1,7 @@
 """`vmoer train MODEL --task T --method M --out RUN`: stage 1 and stage 2."""
 
+from __future__ import annotations
+
 import json
 import shlex
 import sys
@@ -7,7 +9,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -25,10 +27,15 @@ from vmoer.commands._shared import (
     table,
 )
 from vmoer.files import locked
+from vmoer.routers import method as method_named
 from vmoer.routers import methods
-from vmoer.training.presets import preset_layers, preset_named
-from vmoer.training.run import Data, Plan, Running, Stages, Workers
-from vmoer.training.run import train as run_train
+from vmoer.saved.fetch import check_path
+from vmoer.tasks import check_name
+from vmoer.training.presets import preset_named
+
+if TYPE_CHECKING:
+    from vmoer.training import presets
+    from vmoer.training.run import Workers
 
 Method = Annotated[str, typer.Option(help=" or ".join(", ".join(methods()).rsplit(", ", 1)) + ".")]
 Layers = Annotated[str | None, typer.Option(help="all, susceptible:10, first:4, middle:4, last:4, or 0,3,5.")]
@@ -85,9 +92,16 @@ def train(
     as_json: Json = False,
 ) -> None:
     """Stage 1 (LoRA MAP) and stage 2 (variational routers); killed and started again it goes on where it was."""
-    quiet()
+    chosen = preset_named(preset)
+    method_named(method)
+    check_name(task)
+    check_path(model)
     check_device(device)
-    chosen, workers = preset_named(preset), Workers.launched(device)
+    from vmoer.training.run import Data, Plan, Running, Stages, Workers
+    from vmoer.training.run import train as run_train
+
+    quiet()
+    workers = Workers.launched(device)
     shape: dict[str, Any] = {"batch_size": batch_size, "micro_batch": micro_batch}
     second: dict[str, Any] = {"epochs": stage2_epochs, "lr": stage2_lr, "keep": keep, "patience": patience}
     how: dict[str, Any] = {"rank": rank, "objective": objective, "passes": passes, "noisy_stage1": noisy_stage1}
@@ -111,10 +125,12 @@ def train(
         _end(found, out, task, as_json, {"--data-root": data_root, "--device": device, "--dtype": dtype})
 
 
-def _layers(asked: str | None, chosen: Any, model: str, workers: Workers) -> str:
+def _layers(asked: str | None, chosen: presets.Preset, model: str, workers: Workers) -> str:
     """The layers that are asked for, or else the preset's, with a note where these are fewer than it says."""
     if asked is not None:
         return asked
+    from vmoer.training.layers import preset_layers
+
     layers, note = preset_layers(chosen, model)
     if note and workers.main:
         print(f"note: {note}", file=sys.stderr)

@@ -1,5 +1,6 @@
-"""From the name of a saved router to a local folder. Only safetensors and JSON are fetched from the hub."""
+"""From a name to a local folder. Of a saved router, only safetensors and JSON are fetched from the hub."""
 
+import difflib
 import re
 from pathlib import Path
 
@@ -7,6 +8,8 @@ from vmoer.errors import InputError
 from vmoer.saved.manifest import MEMBERS, NAME
 
 FETCHED = (NAME, *MEMBERS)
+DEMO = {"demo": "map", "demo-base": "base", "demo-map-early": "map-early"}
+"""Names of the embedded model's stages; a folder of such a name is ./demo."""
 _REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
@@ -56,3 +59,22 @@ def find(name: str, revision: str | None = None) -> Path | None:
 def first_line(error: Exception) -> str:
     """The first line of the error's message, or its class where the message is empty."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def check_path(name: str) -> None:
+    """Refuse a path where nothing is, or nothing yet: the hub is asked only for names that are no path here."""
+    if name in DEMO:
+        return
+    path = Path(name).expanduser()
+    if path.is_dir() and not any((path / file).exists() for file in ("config.json", "run.json", "router.json")):
+        if any((path / state).exists() for state in ("map", "telemetry.jsonl", "stage1.safetensors")):
+            raise InputError(f"{name} is an unfinished run: start the same vmoer train again, and it goes on")
+        if not any(path.glob("*.gguf")):
+            raise InputError(f"cannot load the model {name!r}: there is no config.json, run.json or router.json in it")
+    beside = path.parent.is_dir() and path.parent != Path(".")
+    written = name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith("/")
+    if not path.exists() and (beside or written):
+        near = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+        close = [str(path.parent / one) for one in difflib.get_close_matches(path.name, near)]
+        hint = f"; did you mean {' or '.join(close)}?" if close else ""
+        raise InputError(f"cannot load the model {name!r}: no such folder or file{hint}")

@@ -13,7 +13,8 @@ from vmoer.routers import Deterministic
 from vmoer.studies._grid import row
 from vmoer.studies._labels import config_of, parse
 from vmoer.studies._variants import Study, alone, batches, prepare, read_answers
-from vmoer.training.presets import PRESETS, preset_layers
+from vmoer.training.layers import preset_layers
+from vmoer.training.presets import PRESETS
 
 GAMMA, QUESTIONS = 0.005, 100
 METHODS = ("mcdr", "vglr-fc", "vtsr")  # the paper's

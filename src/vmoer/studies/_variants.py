@@ -38,7 +38,7 @@ from vmoer.studies._labels import (
 )
 from vmoer.tasks.batches import padded
 from vmoer.tasks.prompt import encode
-from vmoer.training.presets import preset_layers
+from vmoer.training.layers import preset_layers
 from vmoer.training.run import PRESETS, STAGE1, Data, Plan, Running, Stages, Workers, train
 
 

@@ -36,7 +36,7 @@ from vmoer.studies._grid import Cell, row
 from vmoer.studies._labels import config_of, parse
 from vmoer.studies._variants import Study, alone, batches, merged, moe_layers, running, stage1_cell
 from vmoer.training.data import halves
-from vmoer.training.presets import preset_layers
+from vmoer.training.layers import preset_layers
 from vmoer.training.run import PRESETS, Plan, Stages, train
 
 STUDY = "factors"

@@ -6,7 +6,8 @@ from vmoer.live.brittleness import parse_layers
 from vmoer.studies._ablation import METHODS, measure
 from vmoer.studies._grid import Cell
 from vmoer.studies._variants import Study, first_stage, moe_layers
-from vmoer.training.presets import PAPER, preset_layers
+from vmoer.training.layers import preset_layers
+from vmoer.training.presets import PAPER
 
 STUDY = "layer-placement"
 STRATEGIES = ("first", "middle", "last", "susceptible")

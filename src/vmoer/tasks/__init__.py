@@ -72,6 +72,12 @@ def names() -> list[str]:
     return list(_REGISTRY)
 
 
+def check_name(task: str | Path) -> None:
+    """Refuse what is neither the name of a task nor a path."""
+    if str(task) not in _REGISTRY and not _is_path(task):
+        raise unknown("task", str(task), _REGISTRY, ", or the path of a .jsonl file")
+
+
 def load(
     task: str | Path,
     split: str = "all",
@@ -102,6 +108,7 @@ def load(
     """
     if limit is not None and limit < 1:
         raise InputError(f"limit must be at least 1, not {limit}")
+    check_name(task)
     if recut and split in ("train", "validation"):
         if paper_splits:
             raise InputError("the paper's subsamples are of the published splits: leave recut or paper_splits out")
@@ -110,10 +117,8 @@ def load(
         found = _from_task(_REGISTRY[str(task)], split, data_root, seed)
         if paper_splits:
             found = _paper_sized(_REGISTRY[str(task)], split, found, seed)
-    elif _is_path(task):
-        found = _from_file(Path(task), split, seed)
     else:
-        raise unknown("task", str(task), _REGISTRY, ", or the path of a .jsonl file")
+        found = _from_file(Path(task), split, seed)
     if limit is not None:
         found = subsample(found, limit, seed)
     return [question.shuffled(seed) for question in found] if shuffle_options else found

@@ -20,9 +20,10 @@ from vmoer.live.attach import attached, attachment_of, routers_of
 from vmoer.training import checkpoint
 from vmoer.training.data import Examples, epoch_batches
 from vmoer.training.objective import evaluate
-from vmoer.training.plan import Plan, Running, learning_rate
+from vmoer.training.plan import Plan, learning_rate
 from vmoer.training.steps import Steps
 from vmoer.training.telemetry import Telemetry
+from vmoer.training.workers import Running
 
 
 @dataclass

@@ -2,12 +2,10 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from vmoer.errors import InputError
-from vmoer.training.workers import Workers
 
 Keep = Literal["best", "trained", "last"]
 
@@ -45,35 +43,6 @@ class Plan:
         """As files say it. What is kept is said where it is not the best, which older files do not name."""
         said = dataclasses.asdict(self)
         return said if self.keep != "best" else {name: value for name, value in said.items() if name != "keep"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Running:
-    """How a stage runs, without changing its result.
-
-    Args:
-        workers: the processes that train together.
-        checkpoint_every: steps after which the state is written.
-        checkpoint_seconds: the state is written at most this often. A short run then writes nothing before its end, and a killed
-            one repeats at most these seconds.
-        log_every: steps after which the log is read back from the device and written.
-        skip_nonfinite: pass over steps whose gradient is not finite and count them, in place of stopping at the first.
-        recompute: run the layers of stage 1 again in the backward pass (gradient checkpointing). That is one more forward pass,
-            and saves the experts' adapted weights, 30 GB for a model of 16B parameters.
-        tensorboard: write the log for TensorBoard too, where it is installed.
-        progress: called after a step with the stage, the step, and how many there are.
-        told: called with the stage and each row of the log: of a step, and of a validation (`validation_nll`).
-    """
-
-    workers: Workers = field(default_factory=Workers)
-    checkpoint_every: int = 200
-    checkpoint_seconds: float = 0.0
-    log_every: int = 20
-    skip_nonfinite: bool = False
-    recompute: bool = False
-    tensorboard: bool = False
-    progress: Callable[[str, int, int], object] | None = None
-    told: Callable[[str, dict[str, Any]], object] | None = None
 
 
 def learning_rate(plan: Plan, step: int, total: int, hold: bool = False) -> float:

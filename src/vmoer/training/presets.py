@@ -1,20 +1,15 @@
 """Settings that go together: the paper's protocol (docs/paper.md says where it deviates), and our own defaults."""
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from typing import Any
 
 from vmoer.errors import InputError, unknown
-from vmoer.gates import find
-from vmoer.live.brittleness import parse_layers
-from vmoer.models import skeleton
 from vmoer.routers import Config, method
 from vmoer.training.plan import Plan
 
 STAGE1 = Plan(epochs=3)
 STAGE2 = Plan(epochs=10, patience=3)
-LAYERS = 32  # of the model that the paper's ten are taken from
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,16 +69,3 @@ def preset_named(preset: Preset | str) -> Preset:
     if preset not in PRESETS:
         raise unknown("preset", preset, PRESETS)
     return PRESETS[preset]
-
-
-def preset_layers(preset: Preset, model: str) -> tuple[str, str]:
-    """The preset's layers on a model, and a note where they are fewer than it says, else nothing.
-
-    A model with fewer MoE layers than the paper's ten gives the same share, ten in thirty-two.
-    """
-    strategy, n = parse_layers(preset.layers)
-    if strategy == "all" or (available := len(find(skeleton(model)))) >= n or not available:
-        return preset.layers, ""  # one without any is refused where routers are attached
-    share = math.ceil(available * n / LAYERS)
-    note = f"the paper takes {n} layers of {LAYERS}, and {model} has {available} with experts: taking {share}"
-    return f"{strategy}:{share}", note

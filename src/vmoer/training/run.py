@@ -32,15 +32,16 @@ from vmoer.tasks.batches import by_length
 from vmoer.tasks.prompt import ask_with, fitting
 from vmoer.training import checkpoint, drawn
 from vmoer.training.data import Examples, collate, encode_questions, halves, held_out_share, hold_out
+from vmoer.training.layers import preset_layers
 from vmoer.training.loop import StageOutcome, refuse_other_settings
-from vmoer.training.plan import Plan, Running
-from vmoer.training.presets import DEFAULT, PAPER, PRESETS, STAGE1, STAGE2, Preset, preset_layers, preset_named
+from vmoer.training.plan import Plan
+from vmoer.training.presets import DEFAULT, PAPER, PRESETS, STAGE1, STAGE2, Preset, preset_named
 from vmoer.training.reference import reference
 from vmoer.training.request import Data, Request, Stages, as_json
 from vmoer.training.stages import search as search_stage2
 from vmoer.training.stages import stage1, stage2, with_value
 from vmoer.training.telemetry import TrainingWarning
-from vmoer.training.workers import Workers
+from vmoer.training.workers import Running, Workers
 
 __all__ = [
     "DEFAULT",

@@ -21,9 +21,9 @@ from vmoer.training.loop import Stage, StageOutcome, optimise
 from vmoer.training.lora import add_lora, folded_quickly
 from vmoer.training.moved import Moved
 from vmoer.training.objective import Objective, evaluate
-from vmoer.training.plan import Plan, Running
+from vmoer.training.plan import Plan
 from vmoer.training.presets import STAGE1, STAGE2
-from vmoer.training.workers import Workers
+from vmoer.training.workers import Running, Workers
 
 
 def stage1(
