@@ -145,18 +145,18 @@ def _end(found: dict[str, Any], out: Path, task: str, as_json: bool, given: dict
     _before_and_after(found)
     words = ["vmoer", "eval", str(out), "--task", task, "--out", str(out / "eval")]
     words += [word for name, value in given.items() if value is not None for word in (name, str(value))]
-    print(f"{out}; did it help on test questions? {shlex.join(words)}")
+    print(f"{out}; did it help on test questions?\n{shlex.join(words)}")
 
 
 def _tell(show: Bars, stage: str, row: dict[str, Any]) -> None:
     """The loss beside the bar, and a line for each validation."""
     if "validation_nll" not in row:
         return show.name(stage, f"{stage}, loss {row['loss']:.3f}")
-    what = "before" if row["epoch"] == 0 else f"epoch {row['epoch']} of {row['epochs']}"
-    loss = "" if row["train_nll"] is None else f"training NLL {row['train_nll']:.3f}, "
-    best = " (best so far)" if row["best"] and row["epoch"] else ""
-    numbers = f"validation NLL {row['validation_nll']:.3f}, accuracy {row['validation_accuracy']:.3f}"
-    return show.say(f"{stage}, {what}: {loss}{numbers}{best}")
+    what = "before" if row["epoch"] == 0 else f"epoch {row['epoch']}"
+    first = "validation NLL" if row["train_nll"] is None else f"training NLL {row['train_nll']:.3f}, validation"
+    best = ", best" if row["best"] and row["epoch"] else ""
+    numbers = f"{first} {row['validation_nll']:.3f}, accuracy {row['validation_accuracy']:.3f}"
+    return show.say(f"{stage}, {what}: {numbers}{best}")
 
 
 def _before_and_after(found: dict[str, Any]) -> None:

@@ -167,7 +167,7 @@ class _Loop:
         state.epoch_nll = []
         state.history.append(row)
         self.log.write({"stage": stage.number, **row})
-        self.log.tell(row | {"epochs": self.plan.epochs, "best": nll < state.best_nll})
+        self.log.tell(row | {"best": nll < state.best_nll})
         if epoch > 0 and stage.number == 2:
             self.log.check_memorised(row)
         untrained = stage.number == 2 and not stage.snapshots and self.plan.keep == "best"
