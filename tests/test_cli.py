@@ -17,11 +17,13 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 from tiny_letters import save_tiny, tiny_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import vmoer
 from vmoer.cli import COMMANDS, run
+from vmoer.commands._shared import quiet
 from vmoer.errors import RunError
 from vmoer.files import write_text
 
@@ -269,6 +271,16 @@ def test_demo_is_the_embedded_model_beside_a_folder_of_that_name(
         assert run(["ask", "demo", "why?", "--choice", "yes", "--choice", "no", "--device", "cpu"]) == 0
         capsys.readouterr()
         (tmp_path / "demo" / "run.json").write_text(content)
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_downloads_are_seen_on_a_terminal_alone(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: huggingface_hub's own word for whether its bars are shown."""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
+    enable_progress_bars()
+    quiet()
+    assert are_progress_bars_disabled() is not terminal
+    disable_progress_bars()
 
 
 def test_every_command_has_short_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -164,13 +164,14 @@ def progress() -> Iterator[Bars]:
 
 
 def quiet() -> None:
-    """Silence transformers and the hub. What goes wrong there is raised as an exception anyway."""
+    """Silence transformers, and the hub but for its downloads. What goes wrong there is raised as an exception anyway."""
     import transformers
     from huggingface_hub import logging
-    from huggingface_hub.utils.tqdm import disable_progress_bars
+    from huggingface_hub.utils.tqdm import enable_progress_bars
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     logging.set_verbosity_error()
     logging_of("bitsandbytes").setLevel("ERROR")  # it says so where a kernel of its own is missing
-    disable_progress_bars()
+    if sys.stderr.isatty():  # transformers has silenced the hub with itself
+        enable_progress_bars()
