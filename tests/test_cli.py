@@ -23,7 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import vmoer
 from vmoer.cli import COMMANDS, run
-from vmoer.commands._shared import quiet
+from vmoer.commands._shared import quiet, sentence
 from vmoer.errors import RunError
 from vmoer.files import write_text
 
@@ -271,6 +271,17 @@ def test_demo_is_the_embedded_model_beside_a_folder_of_that_name(
         assert run(["ask", "demo", "why?", "--choice", "yes", "--choice", "no", "--device", "cpu"]) == 0
         capsys.readouterr()
         (tmp_path / "demo" / "run.json").write_text(content)
+
+
+def test_a_sentence_on_a_terminal_ends_its_lines_between_words(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Oracle: by hand."""
+    sentence("five of nine no-words")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "15")
+    sentence("five of nine no-words")
+    assert capsys.readouterr().out == "five of nine no-words\nfive of nine\nno-words\n"
 
 
 @pytest.mark.parametrize("terminal", [True, False])

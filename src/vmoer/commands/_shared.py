@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from logging import getLogger as logging_of
@@ -112,6 +113,12 @@ def print_tables(tables: Iterable[Table]) -> None:
     for table in tables:
         if table.rows:
             print(to_terminal(table, width, colour=terminal))
+
+
+def sentence(text: str) -> None:
+    """Print a sentence; a terminal's lines end between its words."""
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else len(text) + 1
+    print(textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False))
 
 
 class Bars:

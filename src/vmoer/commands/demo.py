@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from vmoer.commands._shared import quiet, waiting
+from vmoer.commands._shared import quiet, sentence, waiting
 from vmoer.commands.ask import show, shown_choice
 from vmoer.commands.study import raise_failures, show_plan
 from vmoer.files import locked
@@ -43,9 +43,11 @@ def demo(
         page = report(out).page
     raise_failures(failed, f" (the rest is in {page})")
     print()
-    if sentence := verdict([row for row in read(out) if row.get("study") not in BUILDERS]):
-        print(sentence)
-    print("The routers were trained on questions that the plain model never saw: this is no comparison at equal data.")
+    if said := verdict([row for row in read(out) if row.get("study") not in BUILDERS]):
+        sentence(said)
+    sentence(
+        "The routers were trained on questions that the plain model never saw: this is no comparison at equal data."
+    )
     if (out / story.ASKED).is_dir():
         _ask(out / story.ASKED)
     print(f"\n{page}")

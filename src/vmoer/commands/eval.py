@@ -25,6 +25,7 @@ from vmoer.commands._shared import (
     print_tables,
     progress,
     quiet,
+    sentence,
 )
 from vmoer.errors import InputError
 from vmoer.files import locked, read_json
@@ -124,9 +125,9 @@ def _show(rows: list[dict[str, Any]], out: Path, run: dict[str, Any]) -> None:
     print_tables([summaries.detection_table(scored) for scored in found if scored.setting.shifted])
     print(f"{out / 'predictions.parquet'}, {out / 'metrics.json'}; all tables and figures: vmoer report {out}")
     if _unequal(run):
-        print("The routers were trained on questions that the plain model never saw: no comparison at equal data.")
-    if sentence := verdict(rows):
-        print(sentence)
+        sentence("The routers were trained on questions that the plain model never saw: no comparison at equal data.")
+    if said := verdict(rows):
+        sentence(said)
 
 
 def _unequal(run: dict[str, Any]) -> bool:

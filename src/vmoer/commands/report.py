@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from vmoer.commands._shared import Json, print_tables
+from vmoer.commands._shared import Json, print_tables, sentence
 from vmoer.errors import InputError
 from vmoer.files import locked
 
@@ -28,6 +28,7 @@ def report(
         print(json.dumps(written.rows, indent=2))
     else:
         if said := verdict([row for row in written.rows if row.get("study") not in BUILDERS]):
-            print(f"{said}\n")
+            sentence(said)
+            print()
         print_tables(written.tables)
         print(written.page)
