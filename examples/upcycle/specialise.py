@@ -24,7 +24,9 @@ import dataclasses
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -185,14 +187,36 @@ def specialise(model: Any, tokenizer: Any, recipe: Recipe, pools: Sequence[list[
     }
 
 
+@cache
+def probed(model: Any) -> list[tuple[nn.Module, gates.Gate]]:
+    """The routers, and where each has its logits."""
+    return [(found.router, gates.Gate.probe(found)) for found in gates.find(model)]
+
+
+@contextmanager
+def router_logits(model: Any) -> Iterator[list[Tensor]]:
+    """Each layer's logits of the pass inside the block. Not every transformers gives a GraniteMoe's when it is asked for them."""
+    seen: list[Tensor] = []
+    hooks = [
+        router.register_forward_hook(lambda module, args, out, gate=gate: seen.append(gate.logits(out)))  # type: ignore[misc]
+        for router, gate in probed(model)
+    ]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 def losses(model: Any, batch: Batch, recipe: Recipe) -> tuple[Tensor, Tensor, Tensor]:
     """The loss; what to log of it [letter, accuracy, lm, load, load on answers]; and the load itself, [M, L, N]."""
     inputs = {"input_ids": batch.ids_BT, "attention_mask": batch.mask_BTT}
-    out = model.get_decoder()(**inputs, use_cache=False, output_router_logits=True)
+    with router_logits(model) as logits_LTN:
+        out = model.get_decoder()(**inputs, use_cache=False)
     states_PD = out.last_hidden_state.flatten(0, 1)[batch.place_P]
     logits_PV = model.get_output_embeddings()(states_PD).float() / model.config.logits_scaling
     nll_P = F.cross_entropy(logits_PV, batch.target_P, reduction="none")
-    chosen_MLN, mean_MLN = load_shares(torch.stack(out.router_logits), batch.token_MT, model.config.num_experts_per_tok)
+    chosen_MLN, mean_MLN = load_shares(torch.stack(logits_LTN), batch.token_MT, model.config.num_experts_per_tok)
     load_M = chosen_MLN.shape[-1] * (chosen_MLN * mean_MLN).sum((1, 2))
     loss = (nll_P * batch.weight_P).sum() + recipe.balance * load_M[0] + recipe.answers * load_M[1]
     with torch.no_grad():
