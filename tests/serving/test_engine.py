@@ -159,7 +159,10 @@ def test_bfloat16_on_given_tokens(runs: dict[str, tuple[Path, Path]], answers: P
     Random weights have near ties, which bfloat16 breaks either way: vLLM may differ from transformers, and from float32, about as
     often as transformers in bfloat16 differs from float32.
     """
-    ours, theirs, exact, signals = [], [], [], []
+    ours: list[Any] = []
+    theirs: list[Any] = []
+    exact: list[Any] = []
+    signals = []
     for place, ids in enumerate(bfloat16_texts()):
         rows = rows_of(answers, "bfloat16", 0, place)
         narrow, wide = (served.teacher_forced(*runs["granite"], ids, x) for x in (torch.bfloat16, torch.float32))

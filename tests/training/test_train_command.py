@@ -120,7 +120,9 @@ def test_killed_in_either_stage_the_same_command_gives_the_same_bytes(place: tup
 def test_a_finished_run_is_returned_and_other_settings_are_refused(
     run: Path, place: tuple[str, str], tmp_path: Path
 ) -> None:
+    (run / "stage2.safetensors").touch()  # where it was killed after it had written the last file
     assert go(place, run) == json.loads((run / "run.json").read_text())
+    assert not (run / "stage2.safetensors").exists()
     with pytest.raises(InputError, match="was begun with stage2="):
         go(place, run, objective="predictive")
     for state in ("map", "map-early"):

@@ -7,7 +7,7 @@ import re
 import sys
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -33,6 +33,7 @@ from vmoer.saved.fetch import check_path
 from vmoer.tasks import Question, is_file, load, shift
 
 if TYPE_CHECKING:
+    from vmoer.models import Opened
     from vmoer.saved.calibrator import Stored
 
 
@@ -75,11 +76,7 @@ def eval_(
     asked = {"data_root": data_root, "paper_splits": paper_splits, "limit": limit}
     questions = _questions(task, split, [name for name in ood.split(",") if name], asked)
     check_device(device)
-    from vmoer.evaluation import scores
-    from vmoer.evaluation.answers import predict_task
     from vmoer.evaluation.calibrators import settings
-    from vmoer.evaluation.predictions import BASE
-    from vmoer.live.attach import attached, attachment_of, detach
     from vmoer.models import open_model
     from vmoer.tasks.prompt import ask_with
 
@@ -98,21 +95,33 @@ def eval_(
     said |= {"replace": replace}
     said |= {"calibrator": _fitting(calibrator, questions, averaging, passes)}
     said |= {"run": opened.run}
-    with locked(out):
-        with progress() as show:
-            predict_task(opened.model, opened.tokenizer, questions, folder=out, progress=show, **said)
-            if not no_base and attachment_of(opened.model) and attached(opened.model).config.key != "map":
-                same = "orders" if averaging.startswith("orders") else "router"  # orders help any model
-                plain = {"method": "map", "averaging": same, "calibrator": None, "routing": False, "run": None}
-                base = detach(opened.model)
-                predict_task(base, opened.tokenizer, questions, folder=out / BASE, progress=show, **said | plain)
-        rows = read_json(scores.write(out))
+    rows = _answered(opened, questions, out, said, base=not no_base)
     if is_file(task) and split != "all":
         print(f"note: {split} is a part of {task}, by a fixed cut; --split all takes all of it", file=sys.stderr)
     if as_json:
         print(json.dumps(rows, indent=2))
     else:
         _show(rows, out, run)
+
+
+def _answered(
+    opened: Opened, questions: list[Question], out: Path, said: dict[str, Any], *, base: bool
+) -> list[dict[str, Any]]:
+    """The metrics of the answers, which are given with the routers and, as the `base`, without."""
+    from vmoer.evaluation import scores
+    from vmoer.evaluation.answers import predict_task
+    from vmoer.evaluation.predictions import BASE
+    from vmoer.live.attach import attached, attachment_of, detach
+
+    with locked(out):
+        with progress() as show:
+            predict_task(opened.model, opened.tokenizer, questions, folder=out, progress=show, **said)
+            if base and attachment_of(opened.model) and attached(opened.model).config.key != "map":
+                same = "orders" if said["averaging"].startswith("orders") else "router"  # orders help any model
+                plain = {"method": "map", "averaging": same, "calibrator": None, "routing": False, "run": None}
+                model = detach(opened.model)
+                predict_task(model, opened.tokenizer, questions, folder=out / BASE, progress=show, **said | plain)
+        return cast(list[dict[str, Any]], read_json(scores.write(out)))
 
 
 def _show(rows: list[dict[str, Any]], out: Path, run: dict[str, Any]) -> None:

@@ -77,21 +77,19 @@ def study(
     ] = False,
 ) -> None:
     """One of the paper's experiments over methods and seeds. Finished cells are never computed again."""
-    from vmoer.training.presets import PAPER, preset_named
+    from vmoer.training.presets import preset_named
 
     preset = preset_named(preset).name
     _check_paper(name, task, table_, ood, methods, preset)
     wanted = numbers(seeds)
     check_device(device)
-    from vmoer.studies import Study, check_backend, grid, paper, run_study
+    from vmoer.studies import Study, check_backend, paper
     from vmoer.studies.demo import EMBEDDED
-    from vmoer.training.layers import preset_layers
 
     quiet()
     settings: dict[str, Any] = {"passes": passes, "search": search, "transfer_from": transfer_from, "limit": limit}
-    settings |= {"data_root": None if data_root is None else str(data_root)}
-    settings |= {"device": device, "dtype": dtype, "recompute": recompute}
-    settings |= EMBEDDED if model == "demo" else {}
+    settings |= {"data_root": None if data_root is None else str(data_root), "device": device, "dtype": dtype}
+    settings |= {"recompute": recompute} | (EMBEDDED if model == "demo" else {})
     check_backend(backend, workers, ray_address)
     asked = Study(
         model=paper.model_named(model),
@@ -105,16 +103,31 @@ def study(
         averaging=listed(averaging),
         **settings,
     )
+    _note_layers(name, asked)
+    if dry_run:
+        _show_plan(name, asked, workers)
+    else:
+        _run(name, asked, workers=workers, backend=backend, ray_address=ray_address)
+
+
+def _note_layers(name: str, asked: Study) -> None:
+    """Say so where the model has fewer layers than the paper's protocol wants."""
+    from vmoer.studies import grid
+    from vmoer.training.layers import preset_layers
+    from vmoer.training.presets import PAPER
+
     if any("@paper" in str(cell.key.get("method")) for cell in grid(name, asked)):
         _, note = preset_layers(PAPER, asked.model)
         if note:
             print(f"note: {note}", file=sys.stderr)
-    if dry_run:
-        return _show_plan(name, asked, workers)
-    how: dict[str, Any] = {"workers": workers, "backend": backend, "ray_address": ray_address}
-    with locked(out), waiting(f"study {name}") as bars:
+
+
+def _run(name: str, asked: Study, **how: Any) -> None:
+    from vmoer.studies import run_study
+
+    with locked(asked.out), waiting(f"study {name}") as bars:
         failed = run_study(name, asked, say=bars.print, **how).failed
-    print(f"{out / 'metrics.json'}; tables and figures: vmoer report {out}")
+    print(f"{asked.out / 'metrics.json'}; tables and figures: vmoer report {asked.out}")
     raise_failures(failed)
 
 

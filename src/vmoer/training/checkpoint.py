@@ -111,3 +111,9 @@ def load(
 
 def _fused(optimizer: torch.optim.Optimizer) -> bool:
     return bool(optimizer.defaults.get("fused"))
+
+
+def sweep(run: Path) -> None:
+    """Remove the states of a run's stages once it is whole: a process may have been killed after it had written the last file."""
+    for path in (*run.glob("stage[12].safetensors"), *run.glob("search/*/stage2.safetensors")):
+        path.unlink(missing_ok=True)

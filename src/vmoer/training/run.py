@@ -120,6 +120,7 @@ def _finished(run: Request) -> dict[str, Any] | None:
     if found is None or "settings" not in found:
         raise InputError(f"{run.out} holds saved routers that are not those of vmoer train: choose another folder")
     refuse_other_settings(run.out, found["settings"], run.settings())
+    checkpoint.sweep(run.out)
     return found
 
 
@@ -267,13 +268,9 @@ def _second_stage(run: Request, questions: _Questions, running: Running) -> None
     if stages.search or (config.search and config.search.always and isinstance(run.method, str)):
         config, folder, tried = search_stage2(opened.model, fresh, valid, config, folder=run.out / "search", **how)
     outcome = stage2(opened.model, fresh, valid, config, folder=folder, **how)
-    about: dict[str, Any] = {
-        "model": opened.name,
-        "task": str(run.task),
-        "method": config.key,
-        "preset": run.preset.name,
-    }
-    about |= {"seed": run.seed, "stage1": opened.run["stage1"] if opened.run else run.about_stage1()}
+    about: dict[str, Any] = {"model": opened.name, "task": str(run.task), "method": config.key}
+    about |= {"preset": run.preset.name, "seed": run.seed}
+    about |= {"stage1": opened.run["stage1"] if opened.run else run.about_stage1()}
     about |= {"config": config.to_dict(), "settings": settings, "seen": questions.seen()} | run.prompt()
     about |= {"stage2": run.about_stage2() | (outcome.summary() if outcome else {}) | {"tried": tried}}
     if workers.sharded:
@@ -284,8 +281,7 @@ def _second_stage(run: Request, questions: _Questions, running: Running) -> None
         about["reference"] = reference(trained, opened.tokenizer, questions.validation)
     _save(trained, run.out, about | {"vmoer": __version__}, workers)
     if workers.main:
-        for path in (run.out / "stage2.safetensors", *run.out.glob("search/*/stage2.safetensors")):
-            path.unlink(missing_ok=True)
+        checkpoint.sweep(run.out)
 
 
 def _whole_copy(run: Request, config: Config, outcome: StageOutcome | None) -> nn.Module:
