@@ -456,7 +456,7 @@ def test_a_stop_that_nobody_reads_of_keeps_its_code(monkeypatch: pytest.MonkeyPa
             raise BrokenPipeError
 
     monkeypatch.setattr("sys.stderr", Broken())
-    monkeypatch.setattr("vmoer.commands.info.skeleton", lambda _: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr("vmoer.models.skeleton", lambda _: os.kill(os.getpid(), signal.SIGTERM))
     assert run(["info", "x"]) == 143
 
 

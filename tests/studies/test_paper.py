@@ -21,7 +21,7 @@ from vmoer.report.rows import only, paper_models
 from vmoer.report.rows import paper as printed
 from vmoer.studies import Study, _paper_cost, _variants, paper
 from vmoer.studies._labels import with_preset
-from vmoer.training import presets
+from vmoer.training import layers, presets
 from vmoer.training.plan import Plan
 
 ROOT = Path(__file__).parents[2]
@@ -41,7 +41,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
     _variants.moe_layers.cache_clear()
     monkeypatch.setattr(_variants, "skeleton", skeleton)
-    monkeypatch.setattr(presets, "skeleton", skeleton)
+    monkeypatch.setattr(layers, "skeleton", skeleton)
     monkeypatch.setattr("vmoer.studies.temperature_sweep.skeleton", skeleton)
 
 
