@@ -313,6 +313,18 @@ def test_a_study_ends_when_it_is_told_to(
 
 
 @pytest.mark.slow
+def test_an_interrupt_while_a_process_starts_is_not_its_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Ctrl-C goes to all processes of a terminal. Oracle: the cell is done, and nothing is printed."""
+    pool: Any
+    with processes(2)(tmp_path) as pool:
+        pool.start(toy(tmp_path / "log", 0), 0.0)
+        os.kill(pool.all[0].process.pid, signal.SIGINT)
+        (ended,) = pool.wait()
+    assert (ended[1].reason, ended[1].died) == ("", False)
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.slow
 def test_kill_and_restart_give_the_same_bytes(tmp_path: Path) -> None:
     """kill -9 after the first cell, start again: the table is that of a run without interruption, byte for byte."""
     whole = started(tmp_path / "whole", 1, "", "", "")

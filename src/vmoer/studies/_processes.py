@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
-from multiprocessing import connection, get_context, parent_process
+from multiprocessing import connection, get_context, parent_process, resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,8 @@ class _Process:
         self.cell: Cell | None = None
         self.channel, theirs = SPAWN.Pipe()
         self.process = SPAWN.Process(target=_serve, args=(theirs, out), daemon=True)
-        self.process.start()
+        with _interrupts_wait():
+            self.process.start()
         theirs.close()  # now the channel ends when the process does
 
     def start(self, cell: Cell, share: float) -> None:
@@ -115,6 +116,20 @@ class _Processes:
 def _gpu_gb() -> float:
     """GB of the GPU that cells can share; without a GPU there is nothing to divide."""
     return USABLE * torch.cuda.get_device_properties(0).total_memory / 1e9 if torch.cuda.is_available() else math.inf
+
+
+@contextmanager
+def _interrupts_wait() -> Iterator[None]:
+    """A process that starts in here does not hear Ctrl-C, which would end it with a traceback before it can say so itself."""
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
+    resource_tracker.ensure_running()  # it would let interrupts through again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _serve(channel: Any, out: Path) -> None:
