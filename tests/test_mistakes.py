@@ -85,10 +85,8 @@ MISTAKES = {
 LATER = {
     "study": ("calibratoin", "--backend", "--ray-address"),
     "bench": ("--geometries", "--methods"),
-    "train": ("susceptible:many", "half", "--noisy-stage1", "train {dir}/run"),
-    "report": ("empty",),
+    "train": ("susceptible:many", "--noisy-stage1", "train {dir}/run"),
     "lm-eval": ("{dir}/empty",),
-    "threshold": ("empty",),
 }
 """What is said of these takes the libraries that open models, which alone take longer."""
 PROGRAM = """

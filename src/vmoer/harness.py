@@ -31,7 +31,7 @@ from vmoer._version import __version__
 from vmoer.errors import InputError
 from vmoer.evaluation.scores import Row
 from vmoer.files import parse_json, read_json, write_json
-from vmoer.inference.averaging import ORDERS
+from vmoer.inference import ORDERS
 from vmoer.live.attach import attached, sampled, switched_off
 from vmoer.models import embedded
 from vmoer.saved import calibrator

@@ -27,7 +27,8 @@ from vmoer.bench.measure import Work
 from vmoer.bench.pairs import Bench, Works, both, clean, compare, peaks
 from vmoer.bench.reading_rows import Row
 from vmoer.bench.subjects import DEVICE, DTYPE, Decode, Prefill, attached, recorded
-from vmoer.inference.averaging import Averaging, predict
+from vmoer.inference import Averaging
+from vmoer.inference.averaging import predict
 from vmoer.live import capturing
 from vmoer.live.attach import attach
 from vmoer.live.fitting import fit

@@ -8,7 +8,9 @@ import typer
 
 from vmoer.commands._shared import DataRoot, Device, Dtype, Json, NoCalibrator, check_device, progress, quiet, table
 from vmoer.errors import InputError
+from vmoer.evaluation import predictions
 from vmoer.files import locked
+from vmoer.saved import manifest
 
 
 def threshold(
@@ -30,6 +32,8 @@ def threshold(
     """Choose when to abstain: the threshold on validation for a wanted risk, its coverage and risk on test."""
     if not folder.is_dir():
         raise InputError(f"{folder}: no such folder")
+    if not manifest.complete(folder):  # no run, which may have answered nothing yet
+        predictions.files(folder)
     from vmoer.evaluation.threshold import FILE, answer_run, choose, read_source, unanswered, write_threshold
 
     path = out or folder / FILE

@@ -31,6 +31,7 @@ from vmoer.routers import method as method_named
 from vmoer.routers import methods
 from vmoer.saved.fetch import check_path
 from vmoer.tasks import check_name
+from vmoer.training.plan import held_out_share
 from vmoer.training.presets import preset_named
 
 if TYPE_CHECKING:
@@ -97,6 +98,7 @@ def train(
     check_name(task)
     check_path(model)
     check_device(device)
+    held_out_share(stage2_data or "train")
     from vmoer.training.run import Data, Plan, Running, Stages, Workers
     from vmoer.training.run import train as run_train
 

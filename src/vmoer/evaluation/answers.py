@@ -23,9 +23,8 @@ from vmoer.evaluation.meta import digest_of, meta_of_answers, of_run
 from vmoer.evaluation.predictions import in_order
 from vmoer.evaluation.views import View, answer_orders, last_tokens, views
 from vmoer.evaluation.writing import Batch, finish, read_part, refuse_other, write_part
+from vmoer.inference import ORDERS, Averaging
 from vmoer.inference.averaging import (
-    ORDERS,
-    Averaging,
     mean_log_probs,
     mutual_information,
     predict_passes,

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from vmoer.evaluation.predictions import in_order
 from vmoer.evaluation.shared_prefix import last_logits, worthwhile
 from vmoer.evaluation.writing import Batch
-from vmoer.inference.averaging import ORDERS, mean_log_probs, mutual_information, predict_passes, shares_prompts
+from vmoer.inference import ORDERS
+from vmoer.inference.averaging import mean_log_probs, mutual_information, predict_passes, shares_prompts
 from vmoer.inference.orders import Order, orders, places
 from vmoer.live.attach import record, sampled
 from vmoer.live.inputs import last_positions

@@ -15,7 +15,7 @@ Shapes: M passes, B prompts, V answers (the vocabulary, or the tokens asked for)
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,14 +23,12 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from vmoer.errors import InputError
+from vmoer.inference import OF_TOKENS, ORDERS, Averaging
 from vmoer.inference.shared_prompt import Copies, NotPlain, attending, own_attention
 from vmoer.live.attach import attached, gates_of, recording, sampled
 from vmoer.live.context import Attachment
 from vmoer.live.inputs import keeps_logits, last_positions
 
-Averaging = Literal["router", "answer", "full", "orders", "orders+routing"]
-OF_TOKENS = ("router", "answer", "full")
-ORDERS = ("orders", "orders+routing")
 _SHARES: "weakref.WeakKeyDictionary[Attachment, bool]" = weakref.WeakKeyDictionary()
 """Whether a model's answers can be averaged in one pass, where it was found out."""
 LogitSampler = Callable[[Callable[[], Tensor], int], Tensor]

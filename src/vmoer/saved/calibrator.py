@@ -12,7 +12,7 @@ import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple, Protocol, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -20,10 +20,10 @@ import numpy.typing as npt
 from vmoer._version import __version__
 from vmoer.errors import InputError
 from vmoer.files import digest, parse_json
-from vmoer.inference.averaging import Averaging
+from vmoer.inference import Averaging
 from vmoer.metrics.calibrators import FOLDS, KINDS, Calibrator, Choice
 from vmoer.saved import manifest
-from vmoer.saved.store import CALIBRATOR, Saved, calibrated_for, calibrator_data
+from vmoer.saved.fitted_for import CALIBRATOR, calibrated_for, signed
 
 NAME, FORMAT = CALIBRATOR, 1
 _LETTERS = 26
@@ -41,6 +41,17 @@ _FIELDS = {
     "folds": int,
     "cross_validated_nll": dict,
 }
+
+
+class Read(Protocol):
+    """A folder of saved routers that was read (saved.store.Saved)."""
+
+    @property
+    def folder(self) -> Path: ...
+    @property
+    def calibrator(self) -> bytes | None: ...
+    @property
+    def fingerprint(self) -> Mapping[str, Any] | None: ...
 
 
 class Stored(NamedTuple):
@@ -120,7 +131,7 @@ def described(
 
 def write(folder: Path, content: Mapping[str, Any]) -> Stored:
     """Put a calibrator into a folder of saved routers, in place of the one it has."""
-    data = calibrator_data(content, *_routers(folder))
+    data = signed(content, *_routers(folder))
     manifest.put(folder, NAME, data)
     return parse(data, folder / NAME)
 
@@ -169,7 +180,7 @@ def checked(found: Any, name: object) -> Stored:
     return Stored(calibrator, found)
 
 
-def of(saved: Saved) -> Stored | None:
+def of(saved: Read) -> Stored | None:
     """The calibrator of a folder that was read, where it has one; it must have been fitted for the routers beside it."""
     if saved.calibrator is None:
         return None

@@ -30,6 +30,7 @@ from vmoer.saved import adapter as lora
 from vmoer.saved import manifest
 from vmoer.saved.card import card
 from vmoer.saved.fetch import locate
+from vmoer.saved.fitted_for import CALIBRATOR, calibrated_for, signed
 from vmoer.saved.unchanged import unchanged_on_failure
 from vmoer.saved.weights import router_hash
 
@@ -42,7 +43,6 @@ _FIELDS = {
     "router_hashes": dict,
     "adapter": str | None,
 }
-CALIBRATOR = "calibrator.json"
 LARGEST = 1e6  # magnitude of a router's weight; trained ones are below 100
 _SMALL = 2**28  # bytes of tensors that are read for any model; for a large one, four times its own size
 
@@ -103,7 +103,7 @@ def save(
         write_text(folder / "run.json", json.dumps(run, indent=2) + "\n")
         written.append("run.json")
     if calibrator is not None:
-        write_bytes(folder / CALIBRATOR, calibrator_data(calibrator, description, data))
+        write_bytes(folder / CALIBRATOR, signed(calibrator, description, data))
         written.append(CALIBRATOR)
     for name in set(manifest.MEMBERS) - set(written):  # of other routers that were here
         (folder / name).unlink(missing_ok=True)
@@ -251,17 +251,6 @@ def read_folder(folder: Path, limit: int = manifest.LIMIT) -> Saved:
     run = _run(found["run.json"], folder) if "run.json" in found else None
     own = calibrated_for(description, found["router.safetensors"])
     return Saved(folder, description, config, tensors, run, adapter, found.get(CALIBRATOR), own)
-
-
-def calibrator_data(content: Mapping[str, Any], description: Mapping[str, Any], routers: bytes) -> bytes:
-    """The bytes of `calibrator.json`, with the fingerprint of what it is for."""
-    return (json.dumps({**content, "fingerprint": calibrated_for(description, routers)}, indent=1) + "\n").encode()
-
-
-def calibrated_for(description: Mapping[str, Any], routers: bytes) -> dict[str, Any]:
-    """The fingerprints in `router.json`, and that of `router.safetensors`."""
-    own = {name: description[name] for name in ("base", "adapter")}
-    return own | {"routers": hashlib.sha256(routers).hexdigest()}
 
 
 def read_run(folder: Path) -> dict[str, Any]:

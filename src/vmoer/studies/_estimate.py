@@ -25,7 +25,7 @@ from vmoer.studies import calibration
 from vmoer.studies._grid import COORDINATES, Cell
 from vmoer.studies._labels import config_of, parse
 from vmoer.studies._variants import Study, batches, searches
-from vmoer.training.data import held_out_share
+from vmoer.training.plan import held_out_share
 from vmoer.training.presets import PRESETS
 
 LARGEST = 250_000_000

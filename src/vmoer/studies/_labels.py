@@ -22,7 +22,7 @@ import re
 from typing import Any, get_args
 
 from vmoer.errors import InputError
-from vmoer.inference.averaging import Averaging
+from vmoer.inference import Averaging
 from vmoer.routers import Config, controls, method
 from vmoer.studies._adapters import adapter_of, over_adapter
 from vmoer.training.presets import PRESETS, preset_named

@@ -106,22 +106,6 @@ def encode_questions(
     return Reordered(**encoded(questions, True), of_epoch=of_epoch)
 
 
-def held_out_share(stage2_data: str) -> float:
-    """0 for "train" and "permuted", s for "held-out:s"; 0 too for "split:name", a split that stage 1 never trains on."""
-    if stage2_data in ("train", "permuted") or stage2_data.startswith("split:"):
-        return 0.0
-    name, _, share = stage2_data.partition(":")
-    try:
-        value = float(share or "0.2")
-    except ValueError:
-        value = -1.0
-    if name != "held-out" or not 0 < value < 1:
-        raise InputError(
-            f"stage2_data={stage2_data!r}: write train, permuted, split:NAME, or held-out:0.2 with a share between 0 and 1"
-        )
-    return value
-
-
 def hold_out(questions: Sequence[Question], share: float, seed: int) -> tuple[list[Question], list[Question]]:
     """The questions that stage 1 trains on, and those it never sees. Questions of one wording stay on one side."""
     known = round((1 - share) * len(questions))

@@ -52,3 +52,19 @@ def learning_rate(plan: Plan, step: int, total: int, hold: bool = False) -> floa
         return plan.lr * (step + 1) / warm
     step = min(step, total // 2) if hold else step
     return plan.lr * 0.5 * (1 + math.cos(math.pi * max(0, step - warm) / max(1, total - warm)))
+
+
+def held_out_share(stage2_data: str) -> float:
+    """0 for "train" and "permuted", s for "held-out:s"; 0 too for "split:name", a split that stage 1 never trains on."""
+    if stage2_data in ("train", "permuted") or stage2_data.startswith("split:"):
+        return 0.0
+    name, _, share = stage2_data.partition(":")
+    try:
+        value = float(share or "0.2")
+    except ValueError:
+        value = -1.0
+    if name != "held-out" or not 0 < value < 1:
+        raise InputError(
+            f"stage2_data={stage2_data!r}: write train, permuted, split:NAME, or held-out:0.2 with a share between 0 and 1"
+        )
+    return value

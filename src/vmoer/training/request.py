@@ -13,9 +13,8 @@ from vmoer.errors import InputError
 from vmoer.live.adapters import AdapterNoise
 from vmoer.live.brittleness import parse_layers
 from vmoer.routers import Config
-from vmoer.training.data import held_out_share
 from vmoer.training.objective import Objective
-from vmoer.training.plan import Plan
+from vmoer.training.plan import Plan, held_out_share
 from vmoer.training.presets import STAGE1, Preset
 
 

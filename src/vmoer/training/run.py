@@ -31,10 +31,10 @@ from vmoer.saved.store import read_folder, read_run
 from vmoer.tasks.batches import by_length
 from vmoer.tasks.prompt import ask_with, fitting
 from vmoer.training import checkpoint, drawn
-from vmoer.training.data import Examples, collate, encode_questions, halves, held_out_share, hold_out
+from vmoer.training.data import Examples, collate, encode_questions, halves, hold_out
 from vmoer.training.layers import preset_layers
 from vmoer.training.loop import StageOutcome, refuse_other_settings
-from vmoer.training.plan import Plan
+from vmoer.training.plan import Plan, held_out_share
 from vmoer.training.presets import DEFAULT, PAPER, PRESETS, STAGE1, STAGE2, Preset, preset_named
 from vmoer.training.reference import reference
 from vmoer.training.request import Data, Request, Stages, as_json
