@@ -36,6 +36,8 @@ KEYS = ("id", "task", "split")
 BASE = "base"
 """The folder of the plain model's answers, beside those of a run."""
 TABLES = ("predictions.parquet", "routing.parquet")
+TEXTS = "answers.parquet"
+"""Free answers with their scores, from whatever made them; `vmoer threshold` reads them."""
 LIMIT = 2**36
 """Bytes of the largest table that is read."""
 PART = ("row", "log_probs", "experts")

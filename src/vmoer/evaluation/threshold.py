@@ -6,7 +6,6 @@ the last word. Letters go through the run's calibrator where it has one; where i
 temperature that makes the validation answers likeliest.
 """
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -15,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vmoer import metrics as m
-from vmoer.errors import InputError
+from vmoer.errors import InputError, is_number
 from vmoer.evaluation import predictions
 from vmoer.evaluation.answers import predict_task
 from vmoer.evaluation.calibrators import settings
@@ -98,12 +97,12 @@ def read_threshold(path: Path) -> Threshold:
     if isinstance(chosen, dict) and chosen.get("format") == FORMAT:
         chosen = unsealed(chosen, path)
     known = isinstance(chosen, dict) and chosen.get("format") == FORMAT and chosen.get("form") in get_args(Form)
-    if not known or not isinstance(chosen.get("signal"), str) or not isinstance(chosen.get("threshold"), int | float):
+    if not known or not isinstance(chosen.get("signal"), str) or "threshold" not in chosen:
         raise InputError(f"{path} is not a threshold file of this version of vmoer: run vmoer threshold again")
     temperature = chosen.get("temperature", 1.0)
-    if not isinstance(temperature, int | float) or not math.isfinite(temperature) or temperature <= 0:
+    if not is_number(temperature) or temperature <= 0:
         raise InputError(f"{path} has no number for a temperature")
-    if not math.isfinite(chosen["threshold"]):
+    if not is_number(chosen["threshold"]):
         raise InputError(f"{path} has no number for a threshold")
     return Threshold(float(chosen["threshold"]), chosen)
 
@@ -146,7 +145,7 @@ def read_source(folder: Path, method: str | None = None, seed: int | None = None
 
     They go through the calibrator of the run that answered, where it had one, unless `calibrated` is False.
     """
-    if (folder / "answers.parquet").exists():
+    if (folder / predictions.TEXTS).exists():
         return _texts(folder, method, seed)
     return _letters(folder, method, seed, calibrated)
 
@@ -184,7 +183,7 @@ def _letters(folder: Path, method: str | None, seed: int | None, calibrated: boo
 
 def _texts(folder: Path, method: str | None, seed: int | None) -> Source:
     """`answers.parquet`: a row a question with `id, task, split, method, seed, correct`, and a column for each score."""
-    path = folder / "answers.parquet"
+    path = folder / predictions.TEXTS
     columns = predictions.read_parquet(path).to_pydict()
     if missing := [name for name in _COLUMNS if name not in columns]:
         raise InputError(f"{path}: missing column {', '.join(missing)}")
