@@ -2,6 +2,7 @@
 
 import difflib
 import errno
+import sys
 from collections.abc import Iterable
 
 
@@ -23,6 +24,13 @@ def unknown(kind: str, name: str, known: Iterable[str], more: str = "") -> Input
     close = difflib.get_close_matches(name, known)
     hint = f"; did you mean {' or '.join(close)}?" if close else ""
     return InputError(f"unknown {kind} {short(name)}{hint} (known: {', '.join(known)}{more})")
+
+
+def is_number(value: object, whole: bool = False) -> bool:
+    """Whether this is a finite number that a float can hold; a truth value is none."""
+    if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
+        return False
+    return abs(value) <= sys.float_info.max
 
 
 def of_files(error: OSError) -> str:

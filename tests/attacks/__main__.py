@@ -159,7 +159,7 @@ PARTS: dict[str, tuple[str, Callable[[argparse.Namespace], Rows], tuple[str, ...
         "Ctrl-C and SIGTERM, as the work begins and later; then the same command again. *late*: it was done before the signal\n"
         "came. *seconds*: the longest from a signal to the end.",
         of_commands("stop"),
-        ("command", "attempts", "stopped", "late", "different", "hang", "raw", "seconds"),
+        ("command", "attempts", "stopped", "late", "orphans", "different", "hang", "raw", "seconds"),
     ),
     "workers": (
         "Studies with 1 and 4 processes and on a local Ray: Ctrl-C and SIGTERM, then the same command again; and one worker\n"

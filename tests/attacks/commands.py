@@ -69,6 +69,11 @@ def lines(place: Path) -> dict[str, list[str]]:
     }
 
 
+WITHOUT_A_FOLDER = {
+    "ask": ["ask", "demo", "Which of them is a fruit?", "--max-new-tokens", "256"],
+    "info": ["info", "demo"],
+    "bench": ["bench", "--quick"],
+}
 PROGRESS = ("note: ", "stage 1, ", "stage 2, ")
 NEEDS_ANSWERS = ("threshold", "report")
 
@@ -80,8 +85,8 @@ class Place:
         self.folder = folder
         world.save(folder / "world", n=40, validation=24, test=8)
         self.lines = lines(folder)
-        self.took = {"demo": 10.0}  # it would take minutes, and is never run to its end
-        self.only = only.split(",") if only else [*self.lines, "1", "4", "ray"]
+        self.took = {"demo": 10.0, "bench": 10.0}  # they would take minutes, and are never run to their end
+        self.only = only.split(",") if only else [*self.lines, *WITHOUT_A_FOLDER, "1", "4", "ray"]
         self.names = [name for name in self.lines if name in self.only]
 
     def fresh(self, name: str, out: Path) -> Path:
@@ -105,7 +110,7 @@ class Place:
         return out
 
     def start(self, name: str, out: Path, spaces: int = 0) -> "Started":
-        return Started(self.lines[name], out, spaces)
+        return Started({**self.lines, **WITHOUT_A_FOLDER}[name], out, spaces)
 
 
 class Started:
@@ -115,6 +120,7 @@ class Started:
     """
 
     def __init__(self, words: list[str], out: Path, spaces: int = 0) -> None:
+        self.command = words[0]
         self.said = out.parent.parent / f"said-{time.monotonic_ns()}"
         self.pid = os.fork()
         if self.pid:
@@ -220,9 +226,9 @@ def two(place: Place) -> Report:
 
 
 def stop(place: Place, moments: int) -> Report:
-    for name in place.names:
+    for name in [*place.names, *(name for name in WITHOUT_A_FOLDER if name in place.only)]:
         for number, moment in product((signal.SIGINT, signal.SIGTERM), range(moments)):
-            if name != "demo":
+            if name not in ("demo", "bench"):
                 place.whole(name)
             wait, outcome = place.took[name] * moment / moments, "late"
             for shorter in range(4 if wait else 1):  # where it was done before, once more, and the signal comes sooner
@@ -230,23 +236,40 @@ def stop(place: Place, moments: int) -> Report:
                     where = place.folder / f"stop-{name}-{number.name}-{moment}-{shorter}"
                     out = place.fresh(name, where / "out")
                     outcome, said, seconds = told_to_end(place.start(name, out), out, number, wait / 2**shorter)
-            if outcome == "stopped" and name != "demo":
-                code, said = ended(place.start(name, out))
+            if outcome == "stopped" and name in place.lines and name != "demo":
+                code, again = ended(place.start(name, out))
                 outcome = "raw" if code else "different" if same(out, name, place) else "stopped"
+                said = f"{said} {again}".strip()
             how = f"{number.name} at {moment} of {moments}"
             yield {"command": name, "how": how, "outcome": outcome, "said": said, "seconds": seconds}
 
 
 def told_to_end(started: Started, out: Path, number: signal.Signals, wait: float) -> tuple[str, str, float]:
     """What a signal comes to so long after the command has its folder, what was said, and how long the end took."""
-    begun = locked_by(started, out)
+    begun = True
+    if started.command in WITHOUT_A_FOLDER:
+        time.sleep(0.1)
+    else:
+        begun = locked_by(started, out)
     time.sleep(wait)
     os.killpg(started.pid, number)
     told = time.monotonic()
     code, said = ended(started)
     seconds = time.monotonic() - told
     outcome = "raw" if not begun or code not in (128 + number, 0) or said.count("\n") else "stopped"
-    return "hang" if seconds > seconds_to_end() else "late" if code == 0 else outcome, said, seconds
+    outcome = "hang" if seconds > seconds_to_end() else "late" if code == 0 else outcome
+    return "orphans" if left_of(started) else outcome, said, seconds
+
+
+def left_of(started: Started) -> bool:
+    """Whether a process of its group is still there, a second after its end."""
+    for _ in range(20):
+        try:
+            os.killpg(started.pid, 0)
+        except ProcessLookupError:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 def room(place: Place) -> Report:

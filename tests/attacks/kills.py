@@ -163,7 +163,7 @@ def _of(path: Path) -> bytes:
 
 
 def moments(work: str, folder: Path, events: int, times: int, seed: int) -> Iterator[dict[str, Any]]:
-    """At most so many steps on disk, evenly spread over all there are, and so many random times."""
+    """At most so many steps on disk, evenly spread over all there are, and random times: `events + times` moments in all."""
     if work == "train":
         world.save(folder / "world", n=40, validation=8, test=8)
     started = time.monotonic()
@@ -176,6 +176,7 @@ def moments(work: str, folder: Path, events: int, times: int, seed: int) -> Iter
     steps = [(at, after, 0.0) for at in range(1, last + 1) for after in (False, True)]
     if len(steps) > events:
         steps = [steps[round(i * (len(steps) - 1) / max(1, events - 1))] for i in range(events)]
+    times += events - len(steps)
     for number, how in enumerate([*steps, *((0, False, rng.uniform(0.02, 0.95) * whole) for _ in range(times))]):
         out = folder / str(number)
         while (ended := attempt(WORKS[work], out, *how)) != -signal.SIGKILL and how[2]:

@@ -30,10 +30,11 @@ from scipy.special import log_softmax
 
 import vmoer
 from vmoer.errors import InputError, RunError
+from vmoer.evaluation.meta import of_run
 from vmoer.evaluation.threshold import read_threshold, write_threshold
 from vmoer.metrics.calibrators import choose
 from vmoer.saved import calibrator, manifest
-from vmoer.saved.store import read_folder
+from vmoer.saved.store import read_folder, read_run
 
 GOOD = ("refused", "identical", "taken")
 BAD = ("different", "raw", "changed", "hang")
@@ -59,11 +60,21 @@ def adapted(base: Any) -> Any:
     return model
 
 
+RUN: dict[str, Any] = {
+    "model": "base",
+    "task": "t",
+    "method": "vglr-lr",
+    "seed": 0,
+    "settings": {},
+    "stage2": {"moved": {"parameters": 0.1}},
+}
+
+
 def make_run(folder: Path) -> Path:
     """As `vmoer train`, `calibrate` and `threshold` leave one: adapter, routers with novelty, calibrator, threshold, manifest."""
     model = vmoer.attach(adapted(tiny.model("granitemoe")), vmoer.LowRank(layers=[1], samples=4, rank=2))
     vmoer.fit(model, [tiny.batch()], rank=3)
-    vmoer.save(model, folder, run={"model": "base", "task": "t", "method": "vglr-lr", "seed": 0, "settings": {}})
+    vmoer.save(model, folder, run=RUN)
     log_probs, answers, ids = ANSWERS
     choice = choose(log_probs, answers, ids, "vector")
     how: dict[str, Any] = {"averaging": "router", "passes": 1, "task": "t", "method": "vglr-lr"}
@@ -85,11 +96,13 @@ class Target:
         shutil.copytree(run, place)
 
     def told(self, folder: Path) -> list[torch.Tensor]:
-        """What the calibrator and the threshold of a folder make of answers."""
+        """What the calibrator and the threshold of a folder make of answers, and what files of answers keep of the run."""
         stored, threshold = calibrator.of(read_folder(folder)), read_threshold(folder)
         mapped = ANSWERS[0] if stored is None else stored.apply(ANSWERS[0])
         numbers = torch.tensor([threshold.value, threshold.file.get("temperature", 1.0)], dtype=torch.float64)
-        return [numbers, torch.from_numpy(mapped)]
+        run = read_run(folder)
+        of_run(run)
+        return [numbers, torch.from_numpy(mapped), torch.tensor(run.get("seed", 0))]
 
     def logits(self, model: Any) -> torch.Tensor:
         with torch.no_grad():
@@ -168,7 +181,8 @@ def mutations(data: bytes, rng: random.Random) -> Iterator[bytes]:
 
 
 VALUES: tuple[Any, ...] = (
-    None, True, False, 0, 1, -1, 2, 3, 0.5, 1.5, 10**7, 2**31, 2**63, 2**70, -(2**40), 1e300, -1e300, 1e-300, "", "x", "LORA",
+    None, True, False, 0, 1, -1, 2, 3, 0.5, 1.5, 10**7, 2**31, 2**63, 2**70, -(2**40), 10**400, -(10**400), 1e300, -1e300, 1e-300,
+    "", "x", "LORA",
     "q_proj", "../../x", "$\\frac$", "a" * 5000, "(a+)+$", [], {}, [[]], [0], [1], [0.9], ["q_proj"], ["router"], ["lm_head"],
     [1] * 10_000, {"q_proj": 1}, {"a": {"b": [1]}}, [[0, 2]] * 5000,
 )  # fmt: skip

@@ -3,6 +3,7 @@
 from itertools import islice
 
 import pytest
+import torch
 
 from attacks import folders
 from attacks.targets import BAD, Outcomes, Target, make_run
@@ -10,6 +11,7 @@ from attacks.targets import BAD, Outcomes, Target, make_run
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    torch.set_num_threads(1)  # as in the tests: this comes before them
     place = tmp_path_factory.mktemp("attacked")
     return Target(make_run(place / "run"), place / "copy")
 

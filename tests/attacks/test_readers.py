@@ -11,14 +11,17 @@ from hypothesis import strategies as st
 
 from vmoer import tasks
 from vmoer.errors import InputError
+from vmoer.evaluation.meta import of_run
 from vmoer.evaluation.predictions import load
 from vmoer.evaluation.threshold import read_threshold
 from vmoer.files import read_json, read_rows, sealed
 from vmoer.report import read
-from vmoer.saved import adapter
+from vmoer.saved import adapter, manifest
+from vmoer.saved.store import read_run
 
+HUGE = st.sampled_from([10**400, -(10**400)])  # no float holds them
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    st.none() | st.booleans() | st.integers() | HUGE | st.floats() | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
     max_leaves=12,
 )
@@ -77,3 +80,13 @@ def test_rows_of_questions(changes: dict[str, Any], tmp_path: Path) -> None:
     good = {"id": "q", "question": "?", "choices": ["a", "b"], "answer": 0}
     (tmp_path / "q.jsonl").write_text(json.dumps(good | changes))
     survives(lambda: tasks.load(tmp_path / "q.jsonl", "all"))
+
+
+@FUZZED
+@given(changes=st.dictionaries(st.sampled_from(["model", "task", "method", "seed", "stage1", "stage2"]), JSON))
+def test_what_a_run_says_of_itself(changes: dict[str, Any], tmp_path: Path) -> None:
+    """What is taken can be written beside answers."""
+    good = {"model": "base", "task": "sciq", "method": "vglr-fc", "seed": 0, "stage2": {"moved": {"mean": 0.1}}}
+    (tmp_path / "run.json").write_text(json.dumps(good | changes))
+    manifest.seal(tmp_path)
+    survives(lambda: of_run(read_run(tmp_path)))

@@ -4,7 +4,7 @@
 
 The parts are
 
-    threads   16 threads run passes of their own on one model: recorded, drawn by number, switched off, answers averaged
+    threads   16 threads run passes of their own on one model: recorded, drawn by number, switched off, averaged, generating
     tasks     200 asyncio tasks of one thread keep records open while the others run
     cost      a recorded pass of one thread, against the same with all state in plain attributes of the attachment
 
@@ -46,7 +46,7 @@ def batches() -> list[dict[str, torch.Tensor]]:
 
 @torch.no_grad()
 def passes_of(model: Any, batch: dict[str, torch.Tensor], number: int) -> tuple[Found, Found]:
-    """What some passes answer, and what their records hold: one averages, one draws its own sample, one is switched off."""
+    """What some passes answer, and what their records hold: recorded, drawn by number, switched off, averaged, generating."""
     with vmoer.record(model) as rec:
         logits = model(**batch).logits
     with vmoer.record(model) as drawn, sampled(model, number):
@@ -54,8 +54,12 @@ def passes_of(model: Any, batch: dict[str, torch.Tensor], number: int) -> tuple[
     with switched_off(model):
         own = model(**batch).logits
     answers = vmoer.predict(model, batch, averaging="answer", passes=2)
-    recorded = [rec.experts, drawn.experts, *(rec.signals[name] for name in sorted(rec.signals))]
-    return [logits, own, answers], [*recorded, torch.tensor([len(rec.passes), len(drawn.passes)])]
+    whole = vmoer.predict(model, batch, averaging="full", passes=2)
+    with vmoer.record(model) as written:
+        text = model.generate(batch["input_ids"][:1], max_new_tokens=3, do_sample=False, pad_token_id=0)
+    recorded = [rec.experts, drawn.experts, written.experts, *(rec.signals[name] for name in sorted(rec.signals))]
+    counts = torch.tensor([len(one.passes) for one in (rec, drawn, written)])
+    return [logits, own, answers, whole, text], [*recorded, counts]
 
 
 def same(found: Found, expected: Found) -> bool:
@@ -133,7 +137,7 @@ def plain_kind() -> type[context.Attachment]:
 
     class Plain(ours):
         plain = context.NOTHING
-        begin, current, resume = own(ours.begin), own(ours.current), own(ours.resume)
+        begin, resume = own(ours.begin), own(ours.resume)
         within = contextmanager(own(ours.within.__wrapped__))
         now = property(own(ours.now.fget))
 

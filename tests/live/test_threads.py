@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import tiny
 import torch
-from attacks.threads import THREADS, in_tasks, in_threads
+from attacks.threads import THREADS, cost, in_tasks, in_threads
 from test_contract import METHODS, prepare
 from tiny_letters import TOKENIZER, tiny_model
 
@@ -29,6 +29,12 @@ def test_threads_share_a_model(method: str) -> None:
 def test_tasks_share_a_thread(method: str) -> None:
     """Records stay open while other tasks run: each holds its own passes and nothing else."""
     assert in_tasks(method, every=10) == {"method": method, "passes": 20, "right": 20, "wrong": 0, "mixed": 0}
+
+
+def test_what_threads_cost_is_measured() -> None:
+    """The bound is that of `make attack`, with thousands of passes: here, that both kinds of attachment still run."""
+    found = cost("map", 5)
+    assert 0 < found["low"] <= found["ratio"] <= found["high"] < 3
 
 
 @pytest.mark.parametrize("bare", [False, True])

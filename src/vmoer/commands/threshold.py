@@ -32,7 +32,9 @@ def threshold(
     """Choose when to abstain: the threshold on validation for a wanted risk, its coverage and risk on test."""
     if not folder.is_dir():
         raise InputError(f"{folder}: no such folder")
-    if not manifest.complete(folder) and not (folder / predictions.TEXTS).exists():  # a run may have answered nothing yet
+    if (
+        not manifest.complete(folder) and not (folder / predictions.TEXTS).exists()
+    ):  # a run may have answered nothing yet
         predictions.files(folder)
     from vmoer.evaluation.threshold import FILE, answer_run, choose, read_source, unanswered, write_threshold
 

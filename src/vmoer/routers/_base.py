@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vmoer.errors import InputError, short
+from vmoer.errors import InputError, is_number, short
 from vmoer.gates import Gate
 from vmoer.numerics import kernels, noise
 from vmoer.numerics.tokens import PerToken
@@ -137,7 +137,7 @@ def _check_number(name: str, value: Any, whole: bool) -> None:
     number = isinstance(value, int) or (isinstance(value, float) and not whole)
     if not number or isinstance(value, bool):
         raise InputError(f"{name}={short(value)} must be a {'whole ' if whole else ''}number")
-    if not math.isfinite(value):
+    if not is_number(value):
         raise InputError(f"{name}={short(value)} must be finite")
 
 

@@ -6,7 +6,6 @@ of PEFT's must be as PEFT has it by default, because each can change what the we
 
 import hashlib
 import json
-import math
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -18,7 +17,7 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor, nn
 
-from vmoer.errors import InputError, short
+from vmoer.errors import InputError, is_number, short
 from vmoer.files import parse_json, write_bytes
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -78,11 +77,11 @@ def checked(found: Any, name: object) -> dict[str, Any]:
         if key not in (*_OURS, *_SAYS_NOTHING) and value != defaults[key]:
             raise refuse(key, f"{defaults[key]!r}: adapters that set it are not read")
     settings = {key: found.get(key, defaults[key]) for key in _OURS}
-    if not _whole(settings["r"]) or not 1 <= settings["r"] <= RANK:
+    if not is_number(settings["r"], whole=True) or not 1 <= settings["r"] <= RANK:
         raise refuse("r", f"a whole number from 1 to {RANK}")
-    if not _number(settings["lora_alpha"]) or not 0 < settings["lora_alpha"] <= 1e6:
+    if not is_number(settings["lora_alpha"]) or not 0 < settings["lora_alpha"] <= 1e6:
         raise refuse("lora_alpha", "a positive number")
-    if not _number(settings["lora_dropout"]) or not 0 <= settings["lora_dropout"] < 1:
+    if not is_number(settings["lora_dropout"]) or not 0 <= settings["lora_dropout"] < 1:
         raise refuse("lora_dropout", "at least 0 and below 1")
     if not isinstance(settings["use_rslora"], bool):
         raise refuse("use_rslora", "true or false")
@@ -99,14 +98,6 @@ def _defaults() -> dict[str, Any]:
     from peft import LoraConfig
 
     return _as_json(LoraConfig().to_dict())
-
-
-def _whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _names(value: Any) -> bool:

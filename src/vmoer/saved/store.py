@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from vmoer import gates
 from vmoer._version import __version__
-from vmoer.errors import InputError, short
+from vmoer.errors import InputError, is_number, short
 from vmoer.files import parse_json, write_bytes, write_text
 from vmoer.live.attach import attach, attached, attachment_of, routers_of
 from vmoer.live.installing import overflowing
@@ -43,6 +43,8 @@ _FIELDS = {
     "router_hashes": dict,
     "adapter": str | None,
 }
+LONGEST = 4096  # characters of a name in run.json
+SEED = 2**48  # the largest that a method takes
 LARGEST = 1e6  # magnitude of a router's weight; trained ones are below 100
 _SMALL = 2**28  # bytes of tensors that are read for any model; for a large one, four times its own size
 
@@ -259,9 +261,20 @@ def read_run(folder: Path) -> dict[str, Any]:
 
 
 def _run(data: bytes, folder: Path) -> dict[str, Any]:
-    run = parse_json(data, folder / "run.json")
+    path = folder / "run.json"
+    run = parse_json(data, path)
     if not isinstance(run, dict) or not isinstance(run.get("model"), str):
-        raise InputError(f"{folder / 'run.json'} does not name its base model")
+        raise InputError(f"{path} does not name its base model")
+    for name in ("model", "task", "method"):
+        value = run.get(name)
+        if value is not None and not (isinstance(value, str) and len(value) <= LONGEST):
+            raise InputError(f"{path}: {name}={short(value)} must be a name")
+    seed = run.get("seed", 0)
+    if not is_number(seed, whole=True) or not 0 <= seed <= SEED:
+        raise InputError(f"{path}: seed={short(seed)} must be a whole number from 0 to {SEED}")
+    for stage in (run.get("stage1"), run.get("stage2")):
+        if stage is not None and not (isinstance(stage, dict) and isinstance(stage.get("moved") or {}, dict)):
+            raise InputError(f"{path}: what it says of a stage is not what vmoer writes there")
     return run
 
 
