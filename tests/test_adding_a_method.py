@@ -6,6 +6,9 @@ variance that the experts would have, weighed by their probabilities: exp(-2) fo
 
 import json
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -186,3 +189,22 @@ def test_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured = {(row["method"], row["phase"]) for row in rows if row["time_ratio"]}
     assert measured == {(name, phase) for name in ("map", "expert-noise") for phase in ("prefill", "decode")}
     assert "| expert-noise |" in (tmp_path / "cpu.md").read_text()
+
+
+def test_the_methods_of_an_installed_package(tmp_path: Path) -> None:
+    """Named as an entry point: every process knows it, and one that cannot be read is one line."""
+    about = tmp_path / "other-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text("[vmoer.methods]\nquiet = other_methods:Quiet\n")
+    program = "from vmoer import routers; print(routers.method('quiet').__name__, list(routers.methods()))"
+
+    def told(module: str) -> "subprocess.CompletedProcess[str]":
+        (tmp_path / "other_methods.py").write_text(module)
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+        return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+
+    found = told("import vmoer\n\nclass Quiet(vmoer.Deterministic):\n    key = 'quiet'\n")
+    assert found.stdout == f"Quiet {[*routers.methods(), 'quiet']}\n".replace(", 'expert-noise'", "")
+    line = told("import nothing_of_that_name").stderr.splitlines()[-1]
+    assert line.startswith("vmoer.errors.InputError: the method quiet = other_methods:Quiet of an installed package")

@@ -74,7 +74,7 @@ WITHOUT_A_FOLDER = {
     "info": ["info", "demo"],
     "bench": ["bench", "--quick"],
 }
-PROGRESS = ("note: ", "stage 1, ", "stage 2, ")
+PROGRESS = ("note: ", "stage 1, ", "stage 2, ", "small-granite")
 NEEDS_ANSWERS = ("threshold", "report")
 
 

@@ -1,7 +1,11 @@
 """The methods. One file each; `methods()` maps their keys, as the command line and router files spell them, to configurations.
 
-A new method is one file beside these and one line below (docs/adding-a-method.md).
+A new method is one file beside these and one line below (docs/adding-a-method.md). An installed package can bring methods too:
+its entry points of the group `vmoer.methods` are read when the first method is looked up, in every process.
 """
+
+from functools import cache
+from importlib.metadata import entry_points
 
 from vmoer.errors import InputError, unknown
 from vmoer.routers._base import (
@@ -53,14 +57,28 @@ for _config in (
     register(_config)
 
 
+@cache
+def _of_packages() -> None:
+    """Register the methods of installed packages, once."""
+    for point in entry_points(group="vmoer.methods"):
+        try:
+            register(point.load())
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise InputError(
+                f"the method {point.name} = {point.value} of an installed package cannot be read: {said}"
+            ) from error
+
+
 def methods() -> dict[str, type[Config]]:
     """Every method's configuration, by its key."""
+    _of_packages()
     return dict(METHODS)
 
 
 def controls() -> dict[str, Control]:
     """The methods' controls, by their names."""
-    return {name: control for config in METHODS.values() for name, control in config.controls().items()}
+    return {name: control for config in methods().values() for name, control in config.controls().items()}
 
 
 def method(key: str) -> type[Config]:
