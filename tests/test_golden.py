@@ -1,6 +1,7 @@
 """What must not change by accident: the public names, the command line, the experts chosen for a seed, the files' fields.
 
-The golden files were written by the code before the tree was reordered, and read before they were kept. After a wanted
+The experts and the files' fields were written by the code before the tree was reordered. `interface.json` grows with the
+interface: no name or option of that time has gone. After a wanted
 change: `VMOER_REGENERATE_GOLDEN=1 pytest tests/test_golden.py`, then read the difference.
 """
 

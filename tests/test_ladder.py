@@ -79,6 +79,13 @@ def late_imports(path: Path) -> Iterator[tuple[int, str]]:
                 yield from ((inner.lineno, module) for module in (sorted(modules) if ours else [package]))
 
 
+def imports_by_name(path: Path) -> list[int]:
+    """Lines that import a module whose name is a string, which no contract sees."""
+    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    named = ("import_module", "importlib.import_module", "__import__")
+    return [node.lineno for node in calls if ast.unparse(node.func) in named]
+
+
 def _is_module(name: str) -> bool:
     path = SRC.parent / name.replace(".", "/")
     return path.with_suffix(".py").exists() or path.is_dir()
@@ -92,6 +99,19 @@ def test_functions_import_optional_extras_alone(path: Path) -> None:
         (line, name) for line, name in late_imports(path) if not any(f"{name}.".startswith(f"{a}.") for a in allowed)
     ]
     assert not late
+
+
+@pytest.mark.parametrize("path", sorted(SRC.rglob("*.py")), ids=lambda path: str(path.relative_to(SRC)))
+def test_modules_are_imported_by_name_at_the_top_alone(path: Path) -> None:
+    """The package finds its public names that way, and the command line its commands."""
+    assert path.relative_to(SRC).as_posix() in ("__init__.py", "cli.py") or not imports_by_name(path)
+
+
+def test_the_walk_sees_imports_by_name(tmp_path: Path) -> None:
+    (tmp_path / "module.py").write_text(
+        "import importlib\nimportlib.import_module('vmoer.tasks')\n__import__('json')\n"
+    )
+    assert imports_by_name(tmp_path / "module.py") == [2, 3]
 
 
 def test_the_walk_sees_late_imports(tmp_path: Path) -> None:

@@ -21,9 +21,13 @@ class RunError(RuntimeError):
 def unknown(kind: str, name: str, known: Iterable[str], more: str = "") -> InputError:
     """The error for a name that is not among the known ones. It names those that look alike; `more` ends the list."""
     known = list(known)
+    return InputError(f"unknown {kind} {short(name)}{alike(name, known)} (known: {', '.join(known)}{more})")
+
+
+def alike(name: str, known: Iterable[str], before: str = "") -> str:
+    """The end of a line about a name that is not there: those that look like it, with what stands before each of them."""
     close = difflib.get_close_matches(name, known)
-    hint = f"; did you mean {' or '.join(close)}?" if close else ""
-    return InputError(f"unknown {kind} {short(name)}{hint} (known: {', '.join(known)}{more})")
+    return f"; did you mean {' or '.join(before + one for one in close)}?" if close else ""
 
 
 def is_number(value: object, whole: bool = False) -> bool:

@@ -1,10 +1,9 @@
 """From a name to a local folder. Of a saved router, only safetensors and JSON are fetched from the hub."""
 
-import difflib
 import re
 from pathlib import Path
 
-from vmoer.errors import InputError
+from vmoer.errors import InputError, alike
 from vmoer.saved.manifest import MEMBERS, NAME
 
 FETCHED = (NAME, *MEMBERS)
@@ -75,6 +74,5 @@ def check_path(name: str) -> None:
     written = name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith("/")
     if not path.exists() and (beside or written):
         near = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-        close = [str(path.parent / one) for one in difflib.get_close_matches(path.name, near)]
-        hint = f"; did you mean {' or '.join(close)}?" if close else ""
-        raise InputError(f"cannot load the model {name!r}: no such folder or file{hint}")
+        beginning = str(path.parent / "x")[:-1]
+        raise InputError(f"cannot load the model {name!r}: no such folder or file{alike(path.name, near, beginning)}")

@@ -74,7 +74,7 @@ class _Processes:
         return [one for one in self.all if one.cell is not None]
 
     def memory(self) -> float:
-        return _gpu_gb()
+        return gpu_gb()
 
     def room(self, cell: Cell) -> bool:
         running = [one.cell.gb for one in self._busy() if one.cell is not None]
@@ -113,7 +113,7 @@ class _Processes:
 
 
 @cache
-def _gpu_gb() -> float:
+def gpu_gb() -> float:
     """GB of the GPU that cells can share; without a GPU there is nothing to divide."""
     return USABLE * torch.cuda.get_device_properties(0).total_memory / 1e9 if torch.cuda.is_available() else math.inf
 

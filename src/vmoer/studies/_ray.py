@@ -17,11 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from vmoer.errors import InputError, RunError
-from vmoer.studies._grid import USABLE, Backend, Cell, Pool, Result, attempt
-from vmoer.studies._processes import start_worker
+from vmoer.studies._grid import Backend, Cell, Pool, Result, attempt
+from vmoer.studies._processes import gpu_gb, start_worker
 
 LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Ray's switch for machines of which no cluster is made: where it is 0, Ray listens on the loopback interface alone."""
@@ -60,7 +58,7 @@ class _Cluster:
     def memory(self) -> float:
         """Of one of the cluster's GPUs."""
         if self.gb is None:
-            asked = self.ray.remote(num_cpus=0, num_gpus=1)(_gpu_gb)
+            asked = self.ray.remote(num_cpus=0, num_gpus=1)(gpu_gb)
             self.gb = self.ray.get(asked.remote()) if self.gpu else math.inf
         return self.gb
 
@@ -88,10 +86,6 @@ class _Cluster:
 def _part(share: float) -> float:
     """Ray counts GPUs in ten-thousandths, and takes no more than one by parts."""
     return min(1.0, math.ceil(share * 1e4) / 1e4)
-
-
-def _gpu_gb() -> float:
-    return USABLE * torch.cuda.get_device_properties(0).total_memory / 1e9
 
 
 @dataclass(frozen=True)

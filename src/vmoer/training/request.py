@@ -138,7 +138,7 @@ class Request:
         } | ({"skip_long": True} if self.data.skip_long else {})
 
     def prompt(self) -> dict[str, str]:
-        """What whoever opens the run must ask with, where it is not our own."""
+        """The system prompt that later questions must have too, where the run was trained with one of its own."""
         return {} if self.data.system_prompt is None else {"system_prompt": self.data.system_prompt}
 
     def about_stage1(self) -> dict[str, Any]:
