@@ -151,6 +151,10 @@ def test_a_run_opens_from_the_hub_with_its_base(hub: hub_server.Hub, tmp_path: P
     assert torch.equal(logits(opened.model), logits(attached()))
     assert (opened.name, opened.run) == (BASE, None)
 
+    hub.create("user/both")  # as a folder of vmoer merge: weights with routers beside them
+    hub.commit("user/both", "main", hub.files(BASE) | hub.files("user/routers"))
+    assert open_model("user/both", device="cpu").name == "user/both"
+
 
 def test_pickles_are_neither_asked_for_nor_read(hub: hub_server.Hub, tmp_path: Path) -> None:
     run_folder(tmp_path / "run")

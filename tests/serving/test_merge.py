@@ -1,5 +1,6 @@
 """`vmoer merge`, and what `vmoer serve` makes of its folder. Oracle: the run itself, with its adapter beside the base model."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from vmoer.errors import InputError
 from vmoer.files import locked
 from vmoer.models import open_model
 from vmoer.saved import calibrator, merged
+from vmoer.saved.fetch import FETCHED
 from vmoer.saved.store import read_folder
 from vmoer.serving import launch, merging
 
@@ -65,8 +67,60 @@ def test_serve_knows_the_merged_base_and_no_other(folders: tuple[Path, Path, Pat
         InputError, match=f"over a LoRA adapter, which {base} does not hold: vmoer merge {run} --out DIR"
     ):
         prepared(str(base), str(run), None, [])
-    with pytest.raises(InputError, match=f"the adapter in the weights beside it, which {base} does not hold"):
+    with pytest.raises(InputError, match=rf"in the model's weights \(vmoer merge\), which {base} does not hold"):
         prepared(str(base), str(whole), None, [])
+
+
+def test_routers_go_onto_the_weights_that_they_were_trained_on(
+    folders: tuple[Path, Path, Path], prepared: Any, tmp_path: Path
+) -> None:
+    """Routers apart from the weights, as the hub gives them, know them all the same. Oracle: the run itself."""
+    base, run, whole = folders
+    ids = torch.arange(8).unsqueeze(0)
+    with torch.no_grad():
+        expected = open_model(run, device="cpu").model(input_ids=ids).logits
+    fetched = tmp_path / "fetched"
+    fetched.mkdir()
+    for name in FETCHED:
+        if (whole / name).exists():
+            shutil.copy(whole / name, fetched)
+    for router in (whole, fetched, run):
+        model = vmoer.load(served.opened(whole), router)
+        assert not any("lora" in name for name, _ in model.named_parameters())
+        with torch.no_grad():
+            torch.testing.assert_close(model(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-4)
+        prepared(str(whole), str(router), None, ["--port", "0"])
+    again = vmoer.save(model, tmp_path / "again")
+    for router in (whole, fetched, again):
+        with pytest.raises(InputError, match="which this model does not hold"):
+            vmoer.load(served.opened(base), router)
+        with pytest.raises(InputError, match=f"which {base} does not hold"):
+            prepared(str(base), str(router), None, [])
+
+
+def test_routers_of_the_base_do_not_go_onto_merged_weights(
+    folders: tuple[Path, Path, Path], prepared: Any, tmp_path: Path
+) -> None:
+    base, _, whole = folders
+    plain = served.train(base, "vglr-mf", tmp_path / "plain")
+    with pytest.raises(InputError, match="was trained on the base model, and the weights of this model hold"):
+        vmoer.load(served.opened(whole), plain)
+    with pytest.raises(InputError, match=f"was trained on the base model, and the weights of {whole} hold"):
+        prepared(str(whole), str(plain), None, [])
+
+
+def test_a_run_over_merged_weights_is_merged_again(
+    folders: tuple[Path, Path, Path], prepared: Any, tmp_path: Path
+) -> None:
+    _, run, whole = folders
+    second = served.train(whole, "vglr-mf", tmp_path / "second", lora=True, seed=9)
+    twice = merging.merge(str(second), tmp_path / "twice")
+    assert merged.held_by(str(twice)) == [read_folder(x).description["adapter"] for x in (run, second)]
+    for router in (twice, second):
+        prepared(str(twice), str(router), None, ["--port", "0"])
+    for router in (whole, run):
+        with pytest.raises(InputError, match="does not hold"):
+            prepared(str(twice), str(router), None, [])
 
 
 def test_another_adapter_is_another_model(folders: tuple[Path, Path, Path], prepared: Any, tmp_path: Path) -> None:
@@ -75,8 +129,8 @@ def test_another_adapter_is_another_model(folders: tuple[Path, Path, Path], prep
     with pytest.raises(InputError, match="over a LoRA adapter"):
         prepared(str(whole), str(other), None, [])
     (tmp_path / "odd").mkdir()
-    (tmp_path / "odd" / merged.NAME).write_text("[]")
-    with pytest.raises(InputError, match=r"merged\.json is not what vmoer merge writes"):
+    (tmp_path / "odd" / "config.json").write_text(json.dumps({merged.KEY: [3]}))
+    with pytest.raises(InputError, match=r"vmoer_adapters of config\.json is not what vmoer merge writes"):
         prepared(str(tmp_path / "odd"), str(other), None, [])
 
 
@@ -84,7 +138,7 @@ def test_a_run_without_an_adapter_is_copied_and_needs_no_note(tmp_path: Path, pr
     base = served.build("qwen3_moe", tmp_path / "base")
     run = served.train(base, "vglr-mf", tmp_path / "run")
     whole = merging.merge(str(run), tmp_path / "deep" / "whole", dtype="bfloat16")
-    assert not (whole / merged.NAME).exists()
+    assert merged.KEY not in json.loads((whole / "config.json").read_text())
     assert {p.dtype for p in open_model(whole, device="cpu", dtype="auto").model.parameters()} == {torch.bfloat16}
     for model, router in ((whole, whole), (whole, run), (base, whole)):
         prepared(str(model), str(router), None, ["--port", "0"])

@@ -43,16 +43,17 @@ def locate(name: str | Path, revision: str | None = None) -> Path:
 
 
 def find(name: str, revision: str | None = None) -> Path | None:
-    """The folder of a repository with routers; None for the name of a model, and for what cannot be reached."""
+    """The folder of a repository with routers alone; None for the name of a model, and for what cannot be reached."""
     if not is_repository(name):
         return None
     from huggingface_hub import HfApi, try_to_load_from_cache
 
     try:
-        there = "router.json" in {file.rfilename for file in HfApi().model_info(name, revision=revision).siblings or ()}
+        files = {file.rfilename for file in HfApi().model_info(name, revision=revision).siblings or ()}
     except Exception:
-        there = isinstance(try_to_load_from_cache(name, "router.json", revision=revision), str)
-    return locate(name, revision) if there else None
+        wanted = ("router.json", "config.json")
+        files = {file for file in wanted if isinstance(try_to_load_from_cache(name, file, revision=revision), str)}
+    return locate(name, revision) if "router.json" in files and "config.json" not in files else None
 
 
 def first_line(error: Exception) -> str:

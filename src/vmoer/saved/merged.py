@@ -1,44 +1,82 @@
-"""`merged.json`: which adapter lies in the weights of the model beside it.
+"""Which adapters lie in a model's weights, by their fingerprints, in the order of merging.
 
-The adapter of a run changes the model and hardly ever its router weights, by which routers know their base. So `vmoer merge`
-leaves the adapter's fingerprint beside the weights, and who serves a run that was trained over an adapter looks for it there.
+The adapter of a run changes the model and hardly ever its router weights, by which routers know their base. So both name it:
+
+    config.json   `vmoer_adapters`, which `vmoer merge` writes: it goes wherever the weights go, to the hub and back
+    router.json   `merged`, what the base held where its routers were saved; absent where it held nothing
 """
 
-from pathlib import Path
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig
 
 from vmoer.errors import InputError
-from vmoer.files import JSON_LIMIT, parse_json, read_regular, write_json
-from vmoer.saved.store import Saved
 
-NAME = "merged.json"
+KEY = "vmoer_adapters"
 
 
-def note(folder: Path, saved: Saved) -> None:
-    """Say in a folder of weights that they hold a run's adapter, where it has one."""
-    if (adapter := saved.description["adapter"]) is not None:
-        write_json(folder / NAME, {"base_model": saved.description["base_model"], "adapter": adapter})
+def held(config: Any, name: object) -> list[str]:
+    """The adapters that a configuration names; `name` is what errors call the model."""
+    found = config.get(KEY) if isinstance(config, Mapping) else getattr(config, KEY, None)
+    return [] if found is None else listed(found, f"{name}: {KEY} of config.json")
 
 
-def adapter_in(folder: str | Path) -> str | None:
-    """The fingerprint of the adapter in a folder's weights; None where there is none, or no folder."""
-    path = Path(folder) / NAME
-    if not path.is_file():
-        return None
-    found = parse_json(read_regular(path, JSON_LIMIT, Path(folder)), path)
-    adapter = found.get("adapter") if isinstance(found, dict) else None
-    if not isinstance(adapter, str):
-        raise InputError(f"{path} is not what vmoer merge writes")
-    return adapter
+def held_in(model: nn.Module) -> list[str]:
+    """The adapters in a model's weights."""
+    configs = (getattr(module, "config", None) for module in model.modules())
+    return next((found for config in configs if (found := held(config, type(model).__name__))), [])
 
 
-def check(model: str, saved: Saved) -> None:
-    """Refuse a model without the adapter that the routers were trained over."""
-    own, beside = saved.description["adapter"], adapter_in(saved.folder)
-    if (own or beside) in (None, adapter_in(model)):
+def held_by(name: str) -> list[str]:
+    """The adapters in the weights of a model that is not loaded: a folder, or a repository on the hub."""
+    try:
+        config, _ = PreTrainedConfig.get_config_dict(name)
+    except (OSError, ValueError):  # whoever opens it says what is wrong
+        return []
+    return held(config, name)
+
+
+def listed(found: Any, name: object) -> list[str]:
+    """Fingerprints as they stand in a file."""
+    if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
+        raise InputError(f"{name} is not what vmoer merge writes")
+    return found
+
+
+def note(model: nn.Module, description: Mapping[str, Any]) -> None:
+    """Say in a model's configuration what its weights hold once the adapter of a `router.json` is merged into them."""
+    if adapters := wanted(description):
+        setattr(model.config, KEY, adapters)
+
+
+def wanted(description: Mapping[str, Any]) -> list[str]:
+    """The adapters that whole weights must hold for the routers of a `router.json`."""
+    own = description["adapter"]
+    return description.get("merged", []) + ([] if own is None else [own])
+
+
+def inside(description: Mapping[str, Any], adapters: list[str], name: object, model: object) -> bool:
+    """Whether weights hold the routers' own adapter; weights that hold others than the base did are refused."""
+    if description["adapter"] is not None and adapters == wanted(description):
+        return True
+    if adapters != description.get("merged", []):
+        raise InputError(_other(wanted(description), name, model))
+    return False
+
+
+def check(description: Mapping[str, Any], adapters: list[str], name: object, model: object) -> None:
+    """Refuse whole weights without the adapter that the routers were trained over, or with another one."""
+    if adapters == wanted(description):
         return
-    if own:
-        merge = f"vmoer merge {saved.folder} --out DIR, then vmoer serve DIR --router DIR"
-        raise InputError(f"{saved.folder} was trained over a LoRA adapter, which {model} does not hold: {merge}")
-    raise InputError(
-        f"{saved.folder} was trained over the adapter in the weights beside it, which {model} does not hold"
-    )
+    if description["adapter"] is not None:
+        merge = f"vmoer merge {name} --out DIR, then vmoer serve DIR --router DIR"
+        raise InputError(f"{name} was trained over a LoRA adapter, which {model} does not hold: {merge}")
+    raise InputError(_other(wanted(description), name, model))
+
+
+def _other(wanted: list[str], name: object, model: object) -> str:
+    if wanted:
+        return f"{name} was trained over an adapter in the model's weights (vmoer merge), which {model} does not hold"
+    return f"{name} was trained on the base model, and the weights of {model} hold an adapter (vmoer merge)"

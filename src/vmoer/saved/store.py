@@ -27,7 +27,7 @@ from vmoer.live.attach import attach, attached, attachment_of, routers_of
 from vmoer.live.installing import overflowing
 from vmoer.routers import Config, Router, method
 from vmoer.saved import adapter as lora
-from vmoer.saved import manifest
+from vmoer.saved import manifest, merged
 from vmoer.saved.card import card
 from vmoer.saved.fetch import locate
 from vmoer.saved.fitted_for import CALIBRATOR, calibrated_for, signed
@@ -94,6 +94,8 @@ def save(
         "router_hashes": router_hashes(model, attachment.layers),
         "adapter": adapter_fingerprint(model),
     }
+    if adapters := merged.held_in(model):
+        description["merged"] = adapters
     written = ["router.json", "router.safetensors"]
     write_text(folder / "README.md", card(description, run))
     if adapter := lora.parameters(model):
@@ -131,11 +133,12 @@ def put_on(model: nn.Module, saved: Saved, name: str | Path | None = None) -> nn
     if attachment_of(model) is not None:
         raise InputError("a method is attached already: call vmoer.detach(model) first")
     _check_base(model, saved.config, saved.description, name)
+    inside = merged.inside(saved.description, merged.held_in(model), name, "this model")
     loaded = model
     with unchanged_on_failure(model):
-        if saved.adapter is not None and not lora.parameters(model):
+        if saved.adapter is not None and not inside and not lora.parameters(model):
             loaded = lora.put_on(model, saved.adapter, saved.folder)
-        if adapter_fingerprint(loaded) != saved.description["adapter"]:
+        if adapter_fingerprint(loaded) != (None if inside else saved.description["adapter"]):
             trained = "over a LoRA adapter" if saved.description["adapter"] else "without an adapter"
             has = "another adapter" if lora.parameters(loaded) else "no adapter"
             raise InputError(f"{name} holds routers trained {trained}, and this model has {has}")
@@ -288,6 +291,7 @@ def _described(found: Any, path: Path) -> dict[str, Any]:
             raise InputError(f"{path} lacks {name}")
         if not isinstance(found[name], kind):
             raise InputError(f"{path}: {name} is not what vmoer writes there")
+    merged.listed(found.get("merged", []), f"{path}: merged")
     return found
 
 

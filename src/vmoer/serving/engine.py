@@ -75,7 +75,8 @@ class Loader(BaseModelLoader):  # type: ignore[misc]
 
     def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> nn.Module:
         if model_config is vllm_config.model_config:
-            merged.check(model_config.model, self.saved)
+            adapters = merged.held(model_config.hf_config, model_config.model)
+            merged.check(self.saved.description, adapters, self.saved.folder, model_config.model)
         model = self.inner.load_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
         if model_config is vllm_config.model_config:  # and not a draft of speculative decoding
             attach(model, self.saved, self.weights or router_weights(model), vllm_config)

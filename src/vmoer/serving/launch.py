@@ -61,7 +61,7 @@ def prepare(
     stored = _calibrator(saved) if calibrated else None
     chosen = _threshold(threshold, stored) if threshold else None
     path = embedded(model) or model
-    merged.check(path, saved)
+    merged.check(saved.description, merged.held_by(path), saved.folder, path)
     check_model(path, saved)
     _check_port(given.host, given.port)
     extra = given.model_loader_extra_config | {"router": str(saved.folder.resolve()), "load_format": given.load_format}

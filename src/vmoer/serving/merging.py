@@ -34,9 +34,9 @@ def merge(run: str, out: Path, *, dtype: str | None = None) -> Path:
         opened = open_model(run, device="cpu", dtype=dtype or "auto")
         # PEFT hands back the model itself, routers included
         model = opened.model.merge_and_unload() if hasattr(opened.model, "merge_and_unload") else opened.model
+        merged.note(model, saved.description)
         model.save_pretrained(scratch)  # the routers' parameters stay out of it
         opened.tokenizer.save_pretrained(scratch)
-        merged.note(scratch, saved)
         save(model, scratch, calibrator=opened.calibrator and opened.calibrator.file)
         os.replace(scratch, out.resolve())
     return out
