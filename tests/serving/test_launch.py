@@ -164,8 +164,65 @@ def test_pipeline_parallelism_a_taken_port_and_bad_options(folders: tuple[Path, 
         port = taken.getsockname()[1]
         with pytest.raises(InputError, match=f"port {port} cannot be used"):
             prepared(*map(str, folders), None, ["--host", "127.0.0.1", "--port", str(port)])
-    with pytest.raises(InputError, match="invalid int value"):
-        prepared(*map(str, folders), None, ["--port", "http"])
+    for odd in ("http", "99999", "-1", "1.5"):
+        with pytest.raises(InputError, match=f"--port: {odd} is not a port from 0 to 65535"):
+            prepared(*map(str, folders), None, [f"--port={odd}"])
+    for odd in ("[1]", "{", "3"):
+        with pytest.raises(InputError, match=r"--model-loader-extra-config: .* is not a JSON object"):
+            prepared(*map(str, folders), None, ["--model-loader-extra-config", odd])
+    with pytest.raises(InputError, match=r"host no\.such\.host\.invalid cannot be used"):
+        prepared(*map(str, folders), None, ["--host", "no.such.host.invalid", "--port", "0"])
+
+
+def test_an_address_of_ipv6(folders: tuple[Path, Path], prepared: Any) -> None:
+    try:
+        taken = socket.create_server(("::1", 0), family=socket.AF_INET6)
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    with taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(InputError, match=f"port {port} cannot be used"):
+            prepared(*map(str, folders), None, ["--host", "::1", "--port", str(port)])
+    said = prepared(*map(str, folders), None, ["--host", "::1", "--port", str(port)]).arguments
+    assert said[said.index("--host") + 1] == "::1"
+
+
+def test_what_signals_do_not_come_through(folders: tuple[Path, Path], prepared: Any) -> None:
+    """Refused though neither the model nor the run is there. Names are spelled as vLLM's parser takes them."""
+    refused = {
+        "pipeline parallelism": [["-pp", "2"], ["--pipeline_parallel_size=2"], ["--pipeline-parallel", "2"]],
+        "expert parallelism over": [
+            ["-ep", "-tp", "2", "-dp", "2"],
+            ["--enable_expert_parallel", "--tensor_parallel_size", "2", "--data_parallel_size=4"],
+        ],
+        "micro-batches": [["--enable-dbo"], ["--enable_dbo"], ["--ubatch-size", "2"]],
+        "reads no --config": [["--config", "options.yaml"], ["--config=options.yaml"]],
+        "takes the model as its first argument": [["--model", "other"]],
+        "as one JSON object": [["--model_loader_extra_config.router", "other"]],
+    }
+    for reason, cases in refused.items():
+        for options in cases:
+            with pytest.raises(InputError, match=reason):
+                prepared("no/such/model", "no/such/run", None, options)
+    for options in (
+        ["-ep", "-tp", "2"],
+        ["-ep", "-dp", "2"],
+        ["-tp", "2", "-dp", "2"],
+        ["--enable-dbo", "--no-enable-dbo"],
+    ):
+        said = prepared(*map(str, folders), None, [*options, "--port", "0"]).arguments
+        assert said[5 : 5 + len(options)] == options
+
+
+def test_what_it_writes_itself_comes_last_and_wins(folders: tuple[Path, Path], prepared: Any) -> None:
+    base, run = map(str, folders)
+    given = ["--max_num_seqs", "4", "--load_format", "safetensors", "--no-enable-return-routed-experts", "--uds", "s"]
+    said = prepared(base, run, None, given).arguments
+    assert said[5:10] == ["--max-num-seqs", "4", "--no-enable-return-routed-experts", "--uds", "s"]
+    assert said.count("--load-format") == 1
+    assert json.loads(said[said.index("--model-loader-extra-config") + 1])["load_format"] == "safetensors"
+    assert said.index("--enable-return-routed-experts") > 10
+    assert not {"--port", "--host"} & set(said)
 
 
 def test_the_calibrator_of_a_run_and_the_threshold_that_was_chosen_with_it(prepared: Any, tmp_path: Path) -> None:

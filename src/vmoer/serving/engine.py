@@ -33,7 +33,7 @@ from vmoer.saved import merged
 from vmoer.saved.fetch import locate
 from vmoer.saved.store import Saved, fill, read_folder
 from vmoer.saved.weights import router_hash
-from vmoer.serving.rows import SIGNALS, Kept, lanes, pack
+from vmoer.serving.rows import SIGNALS, Kept, lanes, pack, without_signals
 
 FORMAT = "vmoer"
 _log = logging.getLogger("vllm.vmoer")  # below vLLM's own, whose handlers and level it takes
@@ -75,6 +75,8 @@ class Loader(BaseModelLoader):  # type: ignore[misc]
 
     def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> nn.Module:
         if model_config is vllm_config.model_config:
+            if reason := without_signals(vllm_config.parallel_config):
+                raise InputError(reason)
             adapters = merged.held(model_config.hf_config, model_config.model)
             merged.check(self.saved.description, adapters, self.saved.folder, model_config.model)
         model = self.inner.load_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)

@@ -13,7 +13,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from safetensors import SafetensorError, safe_open
 
@@ -27,6 +27,7 @@ from vmoer.saved.calibrator import Stored
 from vmoer.saved.fetch import locate
 from vmoer.saved.store import Saved, read_folder
 from vmoer.saved.weights import router_hash
+from vmoer.serving.rows import without_signals
 from vmoer.serving.values import Threshold
 
 VERSIONS = (0, 32), (0, 33)
@@ -53,8 +54,8 @@ def prepare(
     """
     check_vllm()
     given = _read(options)
-    if given.pipeline_parallel_size > 1:
-        raise InputError("signals do not come through pipeline parallelism: use --tensor-parallel-size")
+    if reason := without_signals(given):
+        raise InputError(reason)
     saved = read_folder(locate(run))
     if reason := unfit(saved.config):
         raise InputError(f"{run} cannot be served: {reason}")
@@ -63,12 +64,13 @@ def prepare(
     path = embedded(model) or model
     merged.check(saved.description, merged.held_by(path), saved.folder, path)
     check_model(path, saved)
-    _check_port(given.host, given.port)
+    if given.uds is None:
+        _check_port(given.host, given.port)
     extra = given.model_loader_extra_config | {"router": str(saved.folder.resolve()), "load_format": given.load_format}
-    arguments = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", path]
+    arguments = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", path, *given.rest]
+    # the last one wins
     arguments += ["--load-format", "vmoer", "--model-loader-extra-config", json.dumps(extra)]
-    arguments += ["--enable-return-routed-experts", "--middleware", "vmoer.serving.api.Uncertainty", *given.rest]
-    arguments += ["--port", str(given.port)] + (["--host", given.host] if given.host else [])
+    arguments += ["--enable-return-routed-experts", "--middleware", "vmoer.serving.api.Uncertainty"]
     settings = {"threshold": chosen and vars(chosen), "calibrator": stored and stored.file}
     return Command(arguments, {"VLLM_USE_V2_MODEL_RUNNER": "1", **os.environ, "VMOER_SERVING": json.dumps(settings)})
 
@@ -91,29 +93,84 @@ def _version(name: str) -> str | None:
         return None
 
 
-class _Given(argparse.Namespace):
-    host: str | None
-    port: int
-    pipeline_parallel_size: int
+class Given(argparse.Namespace):
+    """What vLLM's own options say."""
+
     load_format: str
     model_loader_extra_config: dict[str, Any]
     rest: list[str]
+    """All but those two, as they go to vLLM."""
+    host: str | None
+    port: int
+    uds: str | None
+    pipeline_parallel_size: int
+    tensor_parallel_size: int
+    data_parallel_size: int
+    enable_expert_parallel: bool
+    enable_dbo: bool
+    ubatch_size: int
 
 
-def _read(options: Sequence[str]) -> _Given:
-    """The options of vLLM's that matter here; the others are left as they are."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--host")
-    parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--pipeline-parallel-size", "-pp", type=int, default=1)
-    parser.add_argument("--load-format", default="auto")
-    parser.add_argument("--model-loader-extra-config", type=json.loads, default={})
-    try:
-        given, rest = parser.parse_known_args(list(options), _Given())
-    except argparse.ArgumentError as error:
-        raise InputError(f"vmoer serve: {error}") from None
+class _Parser(argparse.ArgumentParser):
+    """Understands options as vLLM's parser does, abbreviated ones too."""
+
+    def __init__(self) -> None:
+        super().__init__(add_help=False)
+
+    def error(self, message: str) -> NoReturn:
+        raise InputError(f"vmoer serve: {message}")
+
+
+def _read(options: Sequence[str]) -> Given:
+    """The options of vLLM's that matter here; those that are not ours to write are left as they are."""
+    ours = _Parser()
+    ours.add_argument("--load-format", default="auto")
+    ours.add_argument("--model-loader-extra-config", type=_object, default={})
+    ours.add_argument("--config")
+    ours.add_argument("--model")
+    given, rest = ours.parse_known_args([_dashed(option) for option in options], Given())
+    if given.config is not None:
+        raise InputError("vmoer serve reads no --config: give vLLM's options on the command line")
+    if given.model is not None:
+        raise InputError("vmoer serve takes the model as its first argument, and not as --model")
+    if any(option.startswith("--model-loader-extra-config.") for option in rest):
+        raise InputError("vmoer serve: give --model-loader-extra-config as one JSON object")
     given.rest = rest
-    return given
+    read = _Parser()
+    read.add_argument("--host")
+    read.add_argument("--port", type=_port, default=8000)
+    read.add_argument("--uds")
+    read.add_argument("--pipeline-parallel-size", "-pp", type=int, default=1)
+    read.add_argument("--tensor-parallel-size", "-tp", type=int, default=1)
+    read.add_argument("--data-parallel-size", "-dp", type=int, default=1)
+    read.add_argument("--enable-expert-parallel", "-ep", action=argparse.BooleanOptionalAction, default=False)
+    read.add_argument("--enable-dbo", action=argparse.BooleanOptionalAction, default=False)
+    read.add_argument("--ubatch-size", type=int, default=0)
+    return read.parse_known_args(rest, given)[0]
+
+
+def _dashed(option: str) -> str:
+    """vLLM takes underscores in an option's name for dashes."""
+    if not option.startswith("--"):
+        return option
+    name = re.split(r"[.=]", option, maxsplit=1)[0]
+    return name.replace("_", "-") + option[len(name) :]
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"{text[:60]} is not a JSON object")
+    return found
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text[:60]} is not a port from 0 to 65535")
+    return int(text)
 
 
 def _calibrator(saved: Saved) -> Stored | None:
@@ -173,9 +230,11 @@ def _tensor(file: Path, name: str) -> Any:
 
 
 def _check_port(host: str | None, port: int) -> None:
-    with socket.socket() as probe:
+    with socket.socket(socket.AF_INET6 if host and ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host or "", port))
+        except socket.gaierror as error:
+            raise InputError(f"host {host} cannot be used ({error.strerror}): choose another with --host") from None
         except OSError as error:
             raise InputError(f"port {port} cannot be used ({error.strerror}): choose another with --port") from None

@@ -7,7 +7,7 @@ numbers cut into that type. What a layer does not have is NaN, so that rows say 
 Shapes: T tokens, L layers, K experts, G signals.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +38,20 @@ class Kept:
     def put(self, layer: int, places: Tensor, signals_TG: Tensor) -> None:
         """Keep a layer's signals; `places` says which of the lanes they are."""
         self.signals_TLG[: len(signals_TG), layer].index_copy_(-1, places, signals_TG)
+
+
+def without_signals(parallel: Any) -> str | None:
+    """Why signals would be lost or land at other tokens with these settings of vLLM's; None where they come through."""
+    if parallel.pipeline_parallel_size > 1:
+        return "signals do not come through pipeline parallelism: use --tensor-parallel-size"
+    if parallel.enable_expert_parallel and parallel.tensor_parallel_size > 1 and parallel.data_parallel_size > 1:
+        return (
+            "signals do not come through expert parallelism over tensor and data parallelism at once, "
+            "where each process routes a part of the tokens: give one of --tensor-parallel-size and --data-parallel-size"
+        )
+    if parallel.enable_dbo or parallel.ubatch_size > 1:
+        return "signals do not come through micro-batches: leave out --enable-dbo and --ubatch-size"
+    return None
 
 
 def lanes(itemsize: int) -> int:
