@@ -123,6 +123,21 @@ def test_signals_on_request() -> None:
         assert torch.equal(fewer_TG, signals_TG[:, [every.signals.index(name) for name in wanted]])
 
 
+def test_signals_that_an_engine_does_not_know_are_left_out() -> None:
+    """With the same routing. Oracle: all signals."""
+    u_TD, logits_TN = torch.randn(5, 32), torch.randn(5, 6)
+    hosted("granitemoe", CONFIGS[0])
+    every = operator._HOSTED["0"]
+    averaged_TN, signals_TG = torch.ops.vmoer.route(u_TD, logits_TN, "0")
+    for known in ((), ("novelty", "of_another_engine"), every.signals):
+        some = operator.host("some", every.router, every.weight_ND, torch.float32, known=known)
+        assert some.signals == tuple(name for name in every.signals if name in known)
+        assert set(some.left_out) == set(every.signals) - set(known)
+        ours_TN, fewer_TG = torch.ops.vmoer.route(u_TD, logits_TN, "some")
+        assert torch.equal(ours_TN, averaged_TN)
+        assert torch.equal(fewer_TG, signals_TG[:, [every.signals.index(name) for name in some.signals]])
+
+
 def test_compiled_code_gives_the_same() -> None:
     hosted("granitemoe", CONFIGS[0])
     u_TD, logits_TN = torch.randn(5, 32), torch.randn(5, 6)

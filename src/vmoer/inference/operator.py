@@ -12,6 +12,7 @@ why a configuration does not.
 Shapes: T tokens, N experts, D model, G signals.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -33,6 +34,8 @@ class Hosted(NamedTuple):
     signals: tuple[str, ...]
     """The columns of the operator's second answer."""
     wanted: Wanted
+    left_out: tuple[str, ...] = ()
+    """Signals of the method that the engine does not know."""
 
 
 _HOSTED: dict[str, Hosted] = {}
@@ -54,12 +57,20 @@ def logits_gate(score: Score, experts: int, k: int, hidden_size: int) -> Gate:
     return Gate(scoring, experts, hidden_size, {}, ())
 
 
-def host(name: str, router: Router, weight_ND: Tensor | None, dtype: torch.dtype, wanted: Wanted = "all") -> Hosted:
+def host(
+    name: str,
+    router: Router,
+    weight_ND: Tensor | None,
+    dtype: torch.dtype,
+    wanted: Wanted = "all",
+    known: Sequence[str] | None = None,
+) -> Hosted:
     """Make a router known to the operator, after one try on states of this dtype.
 
     Args:
         weight_ND: W_r, for methods that need it.
         wanted: The signals to compute; all that the method has, if nothing is said.
+        known: The signals that the engine has room for; others are left out. All, if nothing is said.
     """
     router.requires_grad_(False).eval()
     for part in router.modules():
@@ -72,7 +83,11 @@ def host(name: str, router: Router, weight_ND: Tensor | None, dtype: torch.dtype
         averaged_TN, signals = _answer(router, weight_ND, u_TD, logits_TN, wanted)
     if not all(bool(x.isfinite().all()) for x in (averaged_TN, *signals.values())):
         raise InputError(f"the routing of layer {router.layer} is not finite with these weights")
-    _HOSTED[name] = hosted = Hosted(router, weight_ND, tuple(signals), wanted)
+    left_out = tuple(signal for signal in signals if known is not None and signal not in known)
+    if left_out:
+        signals = {signal: value for signal, value in signals.items() if signal not in left_out}
+        wanted = tuple(signals)
+    _HOSTED[name] = hosted = Hosted(router, weight_ND, tuple(signals), wanted, left_out)
     return hosted
 
 

@@ -125,13 +125,17 @@ def attach(model: nn.Module, saved: Saved, weights: dict[int, Tensor], vllm_conf
     tokens = vllm_config.scheduler_config.max_num_batched_tokens
     _kept = Kept(tokens, vllm_config.model_config.get_total_num_hidden_layers(), device)
     operator.forget()
+    left_out: set[str] = set()
     for layer, router in routers.items():
         name, (module, _, _, own) = f"vllm.{layer}", seams[layer]
-        hosted = operator.host(name, router, weights[layer], vllm_config.model_config.dtype)
-        places = torch.tensor([SIGNALS.index(signal) for signal in hosted.signals], device=device)
+        hosted = operator.host(name, router, weights[layer], vllm_config.model_config.dtype, known=SIGNALS)
+        left_out |= set(hosted.left_out)
+        places = torch.tensor([SIGNALS.index(signal) for signal in hosted.signals], dtype=torch.int64, device=device)
         # not submodules: weight loaders, reloads and quantisation never see them
         object.__setattr__(module, "vmoer", Attached(name, layer, router.gate.hidden_size, places, own))
         module.__class__ = _variational(type(module))
+    if left_out:
+        _log.warning("vmoer: answers leave out %s, which rows have no room for", ", ".join(sorted(left_out)))
     _log.info("vmoer: %s on layers %s of %s", saved.config.key, list(routers), type(model).__name__)
 
 
