@@ -3,6 +3,7 @@
     rows        how experts and signals travel from the worker to the API process
     engine      in the worker: a model loader, routing behind the gate, signals beside the experts (the vLLM plugin)
     values      from rows to what a client is given
+    reading     from vLLM's outputs to the choices of a response
     api         in the API process: `choices[i].uncertainty`
     launch      what `vmoer serve` checks before it starts vLLM
     merging     `vmoer merge`: a run without an adapter, as engines want it

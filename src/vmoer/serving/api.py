@@ -15,8 +15,6 @@ from collections.abc import AsyncIterator, Callable
 from importlib import resources
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -25,9 +23,9 @@ from vllm.v1.engine.output_processor import RequestState
 from vmoer.errors import InputError
 from vmoer.saved import calibrator
 from vmoer.serving import metrics
-from vmoer.serving.options import options
+from vmoer.serving.reading import Cursor, Reader, tell_lost
 from vmoer.serving.rows import unpack
-from vmoer.serving.values import Answer, Asked, Threshold, Values, joined, parse, tokens_of
+from vmoer.serving.values import Asked, Threshold, parse, tokens_of
 from vmoer.tasks.prompt import letter_ids
 
 SETTINGS = "VMOER_SERVING"
@@ -37,70 +35,6 @@ THRESHOLD = Threshold(**_settings["threshold"]) if _settings.get("threshold") el
 CALIBRATOR = calibrator.checked(_settings["calibrator"], SETTINGS) if _settings.get("calibrator") else None
 _wanted: contextvars.ContextVar[tuple[bool, list[int]]] = contextvars.ContextVar("vmoer_wanted", default=(False, []))
 """Of the request under way: whether the prompt's rows are asked for, and the tokens of its options' letters."""
-Array = npt.NDArray[Any]
-
-
-class Cursor:
-    """The rows of one request in their order. They arrive in chunks; what was taken is not copied again."""
-
-    def __init__(self, chunks: list[Array]) -> None:
-        self.chunks, self.chunk, self.row = chunks, 0, 0
-
-    def take(self, count: int) -> Array:
-        taken = []
-        while count > 0 and self.chunk < len(self.chunks):
-            rows = self.chunks[self.chunk][self.row : self.row + count]
-            taken.append(rows)
-            count, self.row = count - len(rows), self.row + len(rows)
-            if self.row == len(self.chunks[self.chunk]):
-                self.chunk, self.row = self.chunk + 1, 0
-        return np.concatenate(taken) if taken else self.chunks[0][:0]
-
-
-class Reader:
-    """Reads the choices of one response from vLLM's outputs as they pass by."""
-
-    def __init__(self, asked: Asked | None, letters: list[int]) -> None:
-        self.asked, self.letters = asked, letters
-        self.cursors: dict[int, Cursor] = {}
-        self.answers: dict[int, Answer] = {}
-        self.fresh: dict[int, list[Values]] = {}
-        """What the client has not been given yet, by choice."""
-
-    def read(self, index: int, out: Any) -> None:
-        """Take the rows of an output's tokens, which are new ones in a stream, and all of them otherwise."""
-        chunks, lead = out.vmoer_rows
-        if self.asked is None:
-            return
-        if chunks and out.token_ids:
-            first = index not in self.cursors
-            cursor = self.cursors.setdefault(index, Cursor(chunks))
-            prompt = cursor.take(lead) if first else chunks[0][:0]
-            answer = self.answers.setdefault(index, Answer(self.asked, THRESHOLD))
-            self.fresh.setdefault(index, []).append(answer.add(prompt, cursor.take(len(out.token_ids))))
-            if first and self.letters:
-                chances = options([out.logprobs[0][letter].logprob for letter in self.letters], CALIBRATOR)
-                self.fresh[index].append(answer.choose(chances))
-        if out.finish_reason is not None and index in self.answers:
-            end = self.answers[index].end()
-            self.fresh.setdefault(index, []).append(end)
-            if THRESHOLD is not None and THRESHOLD.on_options:  # others are counted whether anybody asked or not
-                metrics.judge(end)
-
-    def give(self, index: int) -> Values:
-        """What is new for a choice."""
-        return joined(self.fresh.pop(index, []))
-
-    def put(self, line: str) -> str:
-        """An event of a stream with what is new for its choices."""
-        if not self.fresh or not line.startswith("data: {"):
-            return line
-        event = json.loads(line.removeprefix("data: "))
-        for choice in event.get("choices", []):
-            opening = "role" in choice.get("delta", {}) and not choice["delta"].get("content")
-            if choice["index"] in self.fresh and not (opening and choice.get("finish_reason") is None):
-                choice["uncertainty"] = self.give(choice["index"])
-        return f"data: {json.dumps(event)}\n\n"
 
 
 def _asked(request: Any) -> Asked | None:
@@ -115,6 +49,11 @@ def _letters(serving: Any, asked: Asked | None) -> list[int]:
     return _letter_ids(serving.renderer.tokenizer, asked.options) if asked and asked.options else []
 
 
+def _reader(serving: Any, request: Any) -> Reader:
+    asked = _asked(request)
+    return Reader(asked, _letters(serving, asked), THRESHOLD, CALIBRATOR, metrics.judge)
+
+
 # -- where rows come from ----------------------------------------------------------------------------------------------
 
 _new_output, _generate = RequestState._new_completion_output, AsyncLLM.generate
@@ -126,13 +65,17 @@ def _output_with_rows(self: Any, *args: Any, **kwargs: Any) -> Any:
     chunks, self.routed_experts_chunks = self.routed_experts_chunks, []  # vLLM would join them for nobody
     out = _new_output(self, *args, **kwargs)
     self.routed_experts_chunks = chunks
-    if not hasattr(self, "vmoer_lead"):
-        self.vmoer_lead = sum(map(len, chunks)) - self.detokenizer.num_output_tokens()
-    out.vmoer_rows = chunks, self.vmoer_lead
-    if out.finish_reason is not None and chunks:
-        cursor = Cursor(chunks)
-        cursor.take(self.vmoer_lead)
-        metrics.observe(tokens_of(unpack(cursor.take(self.detokenizer.num_output_tokens()))), THRESHOLD)
+    out.vmoer_rows = None
+    try:
+        if not hasattr(self, "vmoer_lead"):
+            self.vmoer_lead = sum(map(len, chunks)) - self.detokenizer.num_output_tokens()
+        out.vmoer_rows = chunks, self.vmoer_lead
+        if out.finish_reason is not None and chunks:
+            cursor = Cursor(chunks)
+            cursor.take(self.vmoer_lead)
+            metrics.observe(tokens_of(unpack(cursor.take(self.detokenizer.num_output_tokens()))), THRESHOLD)
+    except Exception:  # the answer goes out without it
+        tell_lost()
     return out
 
 
@@ -195,7 +138,7 @@ async def _chat(self: Any, request: Any, results: AsyncIterator[Any], *args: Any
 
     response = await _chat_whole(self, request, passing(), *args, **kwargs)
     if asked and last is not None and hasattr(response, "choices"):
-        reader = Reader(asked, _letters(self, asked))
+        reader = _reader(self, request)
         for out in last.outputs:
             reader.read(out.index, out)
         for choice in response.choices:
@@ -207,8 +150,7 @@ async def _chat(self: Any, request: Any, results: AsyncIterator[Any], *args: Any
 async def _chat_events(
     self: Any, request: Any, results: AsyncIterator[Any], *args: Any, **kwargs: Any
 ) -> AsyncIterator[str]:
-    asked = _asked(request)
-    reader = Reader(asked, _letters(self, asked))
+    reader = _reader(self, request)
 
     async def passing() -> AsyncIterator[Any]:
         async for result in results:
@@ -223,8 +165,8 @@ async def _chat_events(
 @functools.wraps(_text_whole)
 def _text(self: Any, batch: list[Any], request: Any, *args: Any, **kwargs: Any) -> Any:
     response = _text_whole(self, batch, request, *args, **kwargs)
-    if asked := _asked(request):
-        reader = Reader(asked, _letters(self, asked))
+    if _asked(request):
+        reader = _reader(self, request)
         outputs = [out for result in batch for out in result.outputs]
         for choice, out in zip(response.choices, outputs, strict=True):
             reader.read(choice.index, out)
@@ -236,8 +178,7 @@ def _text(self: Any, batch: list[Any], request: Any, *args: Any, **kwargs: Any) 
 async def _text_events(
     self: Any, request: Any, inputs: Any, results: AsyncIterator[Any], *args: Any, **kwargs: Any
 ) -> AsyncIterator[str]:
-    asked = _asked(request)
-    reader = Reader(asked, _letters(self, asked))
+    reader = _reader(self, request)
 
     async def passing() -> AsyncIterator[Any]:
         async for number, result in results:
