@@ -43,6 +43,11 @@ async def visited(server: Server, folder: Path, pictures: Path) -> dict[str, Any
         await page.size(390, 800, mobile=True)
         found["overflow"] = await page.run("document.documentElement.scrollWidth - innerWidth")
         await page.picture(pictures / "phone.png")
+        await page.run("$('chat').checked = true; $('go').click()")
+        await page.until("$('said').textContent.includes('mean novelty')")
+        found["chat"] = await page.run(f"{TOKENS}.length")
+        await page.run("fetch = async () => new Response('{}', {status: 401}); $('go').click()")
+        await page.until("$('said').textContent.includes('API key')")
         found["loaded"] = await page.run("performance.getEntriesByType('resource').map(x => x.name)")
         found["said"] = page.said
     return found
@@ -63,4 +68,5 @@ def test_type_stream_click(server: Server, tmp_path: Path) -> None:
     assert found["bars"] == 2
     assert found["light"] != found["dark"]
     assert found["overflow"] <= 0
+    assert 0 < found["chat"] <= 12  # a chat may end early
     assert all(name.startswith(server.url) for name in found["loaded"])
