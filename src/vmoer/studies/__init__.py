@@ -1,7 +1,7 @@
 """The paper's experiments, one file each. `run_study(name, study)` computes a grid's missing cells and writes its rows."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from vmoer.errors import InputError, unknown
 from vmoer.evaluation import scores
@@ -20,6 +20,7 @@ from vmoer.studies import (
     topk_bias,
 )
 from vmoer.studies._grid import Backend, Cell, Outcome, run
+from vmoer.studies._made_with import keep_to_one
 from vmoer.studies._processes import processes
 from vmoer.studies._ray import cluster
 from vmoer.studies._variants import Study
@@ -67,7 +68,9 @@ def run_study(
     `backend` is `processes`, of which `workers` on this machine, or `ray`: a cluster, which must see the study's folder.
     """
     where = backend_named(backend, workers, ray_address, gpu=study.device != "cpu")
-    outcome = run(grid(name, study), study.out, backend=where, say=say)
+    cells = grid(name, study)
+    _keep_to_one(name, study, cells)
+    outcome = run(cells, study.out, backend=where, say=say)
     folders = paper.folders(study) if name == paper.STUDY else [study.out]
     rows = [row for one in folders if any(one.glob("*/predictions.parquet")) for row in scores.score(one)]
     for other in sorted(study.out.glob("*.json")):
@@ -77,6 +80,16 @@ def run_study(
     rows += paper.compare(rows, study.model) if name == paper.STUDY else []
     write_rows(study.out / "metrics.json", rows)
     return outcome
+
+
+def _keep_to_one(name: str, study: Study, cells: Sequence[Cell]) -> None:
+    """Refuse a folder that was made with other settings; the study of the paper has one for each task besides its own."""
+    if name != paper.STUDY:
+        return keep_to_one(study)
+    asked = list(dict.fromkeys(cell.key["task"] for cell in cells if "task" in cell.key))
+    keep_to_one(study, asked)
+    for task in asked:
+        keep_to_one(paper.on(study, task))
 
 
 def backend_named(name: str, workers: int = 1, ray_address: str | None = None, *, gpu: bool = True) -> Backend:

@@ -10,6 +10,7 @@ from pathlib import Path
 from vmoer.evaluation.scores import Row
 from vmoer.studies._grid import Cell
 from vmoer.studies._labels import config_of, parse
+from vmoer.studies._made_with import check_shifts
 from vmoer.studies._variants import Study, first_stage, predict_label
 
 STUDY = "calibration"
@@ -27,6 +28,9 @@ def labels(study: Study) -> list[str]:
 
 
 def cells(study: Study) -> list[Cell]:
+    for seed in study.seeds:
+        for label in labels(study):
+            check_shifts(study, folder_of(study, label, seed))
     common = study.common() | {"ood": ",".join(study.ood), "passes": study.passes}
     # those that train before those that average the answers of a run: side by side, nobody waits for a run in the making
     return [
