@@ -206,6 +206,36 @@ def test_a_dry_run_says_cells_hours_and_memory(
     assert not (tmp_path / "none").exists()
 
 
+@pytest.mark.parametrize("limit", [None, 200, 1000])
+@pytest.mark.parametrize("search", [False, True])
+def test_a_dry_run_counts_the_limit_and_the_search(
+    limit: int | None, search: bool, offline: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Oracle by hand: at most so many questions of each split but validation; stage 2 once for each beta. Of the three that
+    have a beta two try 0.0001, 0.001, 0.01 and 0.1, `vtsr` 0.05 too; `mcdr` and `swag` have none."""
+    command = ["study", "paper", "--table", "1", "--task", "openbookqa", "--dry-run", "--out", str(tmp_path / "none")]
+    more = ["--search"] * search + ([] if limit is None else ["--limit", str(limit)])
+    assert cli.run([*command, "--model", "granite", *more]) == 0
+    most = limit or 5000
+    runs = 5 * (2 + (4 + 4 + 5 if search else 3))
+    steps = 5 * 3 * min(5000, most) / 16 * 1.67 + runs * 10 * min(5000, most) / 16 * 0.299
+    asked = 35 * sum(min(n, most) for n in (500, 2376, 500, 500, 1534)) + runs * 10 * 50 + 5 * 9 * 50
+    hours = (steps + asked * 0.0073) / 3600
+    assert re.search(rf"\b1 +35 +0 +{hours:.1f} +{hours:.1f} to {3.2 * hours:.1f} +23\b", capsys.readouterr().out)
+
+
+def test_every_table_costs_less_with_a_limit(offline: None, tmp_path: Path) -> None:
+    """Oracle for brittleness and the temperatures: a fifth of 500 questions, half of the 200 that brittleness takes."""
+    study = Study(model=GRANITE, task="", out=tmp_path, seeds=(0,))
+    few = dataclasses.replace(study, limit=100)
+    for table, cells in paper.parts(study).items():
+        whole, part = (_paper_cost.total(found, one) for found, one in ((cells, study), (paper.parts(few)[table], few)))
+        assert table == "4" or (part.answers < whole.answers), table
+        assert (part.stage1 < whole.stage1) == (whole.stage1 > 0)
+    motivation = _paper_cost.total(paper.parts(few)["motivation"], few)
+    assert motivation.answers == 100 * (1 + 7 * 32) + 100 * (1 + 7 * 32)
+
+
 @pytest.mark.parametrize("short", paper_models())
 def test_a_dry_run_asks_the_hub_for_the_configuration_alone(
     short: str, hub: hub_server.Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -8,6 +8,7 @@ the ratio of both cards' dense bfloat16 peaks (989 and 312 TFLOPS).
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 from vmoer.report.rows import paper_models
@@ -15,14 +16,15 @@ from vmoer.studies import brittleness, paper, stability
 from vmoer.studies._ablation import QUESTIONS as ABLATION_PROMPTS
 from vmoer.studies._grid import Cell
 from vmoer.studies._labels import config_of
-from vmoer.studies._variants import Study, moe_layers
+from vmoer.studies._variants import Study, moe_layers, searches
 from vmoer.studies.temperature_sweep import TEMPERATURES
 from vmoer.training.presets import PAPER, STAGE1
 
 A100 = 3.2
 TRAIN = {"arc_challenge": 2000}
 """Questions that the paper trains on, 5000 where nothing else stands here; 50 for validation and 500 for test."""
-SHIFTED = 2376 + 500 + 500 + 1534
+VALIDATION, TEST, LAW = 50, 500, 1534
+SHIFTED = (2376, 500, 500, LAW)
 """Test questions of the four shifts: all of ARC-Easy and MMLU-Law, for which the paper prints no number."""
 
 
@@ -60,32 +62,46 @@ def short_name(model: str) -> str | None:
     return next((short for short, hub in paper_models().items() if hub == model), None)
 
 
-def work(cell: Cell, layers: int) -> Work:
+def at_most(limit: int | None, *sizes: int) -> int:
+    """Questions of several splits, where a study takes at most so many of each."""
+    return sum(size if limit is None else min(size, limit) for size in sizes)
+
+
+def work(cell: Cell, study: Study, layers: int) -> Work:
     """Steps of stage 2, and questions put through the model, of one cell. Stage 1 is counted apart, being shared."""
     if cell.study == "efficiency":
         return Work()
-    size = TRAIN.get(cell.key["task"], 5000)
+    of = partial(at_most, study.limit)
+    test, label = of(TEST), cell.key.get("method", "")
     if cell.study == "temperature-sweep":
-        return Work(answers=500 * (1 if cell.key["layer"] == "all" else len(TEMPERATURES)))
+        return Work(answers=test * (1 if cell.key["layer"] == "all" else len(TEMPERATURES)))
     if cell.study == "brittleness":
-        return Work(answers=brittleness.QUESTIONS * (1 + 7 * layers))
-    label = cell.key["method"]
-    epochs = PAPER.stage2.epochs
-    trained = Work(stage2=epochs * size / 16, answers=epochs * 50) if config_of(label).trains else Work()
+        return Work(answers=min(test, brittleness.QUESTIONS) * (1 + 7 * layers))
+    trained, tried = _tried(label, study)
+    epochs = PAPER.stage2.epochs * trained
+    done = Work(stage2=epochs * of(TRAIN.get(cell.key["task"], 5000)) / 16, answers=epochs * VALIDATION)
     if cell.study == "stability":  # trained for Table 1; fixed points, fresh noise and map, each at ten layers
-        return trained.plus(Work(answers=3 * stability.QUESTIONS * (1 + 5 * 10)))
+        return done.plus(Work(answers=3 * min(test, stability.QUESTIONS) * (1 + 5 * 10)))
     if cell.study == "calibration":
-        searched = config_of(label).search
-        tried = 50 * len(searched.values) if searched and searched.always else 0
-        return trained.plus(Work(answers=500 + tried + SHIFTED * bool(cell.key["ood"])))
-    return trained.plus(Work(answers=500 + 1534 + 2 * ABLATION_PROMPTS * 11))
+        return done.plus(Work(answers=test + tried * VALIDATION + of(*SHIFTED) * bool(cell.key["ood"])))
+    return done.plus(Work(answers=test + of(LAW) + 2 * min(test, ABLATION_PROMPTS) * 11))
+
+
+def _tried(label: str, study: Study) -> tuple[int, int]:
+    """How often stage 2 trains a label, once for each value that is searched; and how many values need no training."""
+    config = config_of(label)
+    if config.search is None:
+        return int(bool(config.trains)), 0
+    always = config.search.always and study.transfer_from is None
+    values = len(config.search.values) if searches(study, label) or always else 0
+    return (max(1, values), 0) if config.trains else (0, values)
 
 
 def total(cells: Sequence[Cell], study: Study) -> Work:
     """Each run once: Table 3 and the susceptible layers of the ablation take those of Table 1."""
     layers, found, seen = moe_layers(study.model), Work(), set[tuple[object, ...]]()
     for cell in cells:
-        one, task, seed = work(cell, layers), cell.key.get("task"), cell.key.get("seed")
+        one, task, seed = work(cell, study, layers), cell.key.get("task"), cell.key.get("seed")
         label = cell.key.get("method")
         placed = str(cell.key.get("layers", "susceptible:10")).removeprefix("susceptible:")
         run = (task, seed, label, placed)
@@ -93,7 +109,7 @@ def total(cells: Sequence[Cell], study: Study) -> Work:
             one = one._replace(stage2=0)
         first = cell.study not in ("efficiency", "temperature-sweep") and (task, seed) not in seen
         if first:
-            steps = STAGE1.epochs * TRAIN.get(str(task), 5000) / 16
+            steps = STAGE1.epochs * at_most(study.limit, TRAIN.get(str(task), 5000)) / 16
             one = one._replace(stage1=steps)
         found, seen = found.plus(one), seen | {run, (task, seed)}
     return found
@@ -109,11 +125,10 @@ def summary(study: Study) -> tuple[list[tuple[str, ...]], str]:
         lines.append(_line("all, what they share counted once", paper.cells(study), study, cost))
     if cost is None:
         return lines, f"{study.model} was not measured on a GPU: there are no hours of it"
-    search = " --search is not in it: it trains every value that it tries." if study.search else ""
     return lines, (
         "Hours on an H200 by results/rehearsal, which is rough and rather too long; on an A100, which was "
         f"not measured, up to {A100:g} times as long. Early stopping is not counted on. GB are the peak with prompts of about "
-        f"130 tokens; longer ones take more, and --recompute takes less.{search}"
+        "130 tokens; longer ones take more, and --recompute takes less."
     )
 
 
