@@ -14,7 +14,7 @@ from vmoer.report.labels import split
 from vmoer.studies import Study, calibration
 from vmoer.studies._grid import run
 from vmoer.studies._labels import member_of, parse, passes_of, stage1_label
-from vmoer.studies._variants import prepare
+from vmoer.studies._variants import prepare, train_label
 from vmoer.training import laplace_lora
 from vmoer.training.data import Examples
 from vmoer.training.run import Plan
@@ -76,6 +76,23 @@ def test_labels_share_the_map_model_they_start_from(
     assert parse(label) == parsed
     assert stage1_label(label) == starts_from
     assert member_of(label) == member
+
+
+def test_what_paper_covers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: docs/studies.md. `@paper` is asked with our prompt, labels of the printed protocol with the one that is given."""
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(
+        "vmoer.studies._variants.train",
+        lambda model, task, method, *, preset, data, **how: asked.update({preset: data}),
+    )
+    study = Study("demo", "demo", tmp_path, system_prompt="Printed.")
+    for label in ("map", "map@paper", "map@printed"):
+        train_label(study, label, out=tmp_path / "runs" / label, seed=0)
+    prompts = {preset: data.system_prompt for preset, data in asked.items()}
+    assert prompts == {"default": None, "paper": None, "printed": "Printed."}
+    text = " ".join((Path(__file__).parents[2] / "docs" / "studies.md").read_text().split())
+    assert "`@paper` covers training: " in text
+    assert "Its prompt is ours, the system line included" in text
 
 
 def test_every_label_of_a_comparison_saw_the_same_questions(tmp_path: Path) -> None:
