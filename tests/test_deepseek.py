@@ -343,6 +343,88 @@ def test_files_that_are_not_there_or_damaged(folder: Path, tmp_path: Path) -> No
         open_model(broken, device="cpu")
 
 
+def written(name: str, content: object) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_text(json.dumps(content))
+
+
+def configured(**changes: object) -> Callable[[Path], object]:
+    return written("config.json", CONFIG | changes)
+
+
+def indexed(weight_map: object) -> Callable[[Path], object]:
+    return written("model.safetensors.index.json", {"weight_map": weight_map})
+
+
+def shard(change: Callable[[dict[str, Tensor]], object]) -> Callable[[Path], object]:
+    """The second shard with other tensors in it."""
+
+    def damage(folder: Path) -> None:
+        path = folder / "model-00002-of-00003.safetensors"
+        tensors = load_file(path)
+        change(tensors)
+        save_file(tensors, path)
+
+    return damage
+
+
+def eight_bits(tensors: dict[str, Tensor]) -> None:
+    tensors.update({name: tensor.to(torch.int8) for name, tensor in tensors.items()})
+
+
+BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no map of weights": (written("model.safetensors.index.json", {}), "has no weight_map"),
+    "an index that is a list": (written("model.safetensors.index.json", []), "index.json is not a JSON object"),
+    "a map that is a list": (indexed(["model.safetensors"]), "has no weight_map"),
+    "a map to numbers": (indexed({EXPERT: 1}), "has no weight_map"),
+    "a map to nothing": (indexed({EXPERT: ""}), "names '', which is not a file beside it"),
+    "an index that is no JSON": (
+        lambda folder: (folder / "model.safetensors.index.json").write_text("{"),
+        "model.safetensors.index.json: not valid JSON",
+    ),
+    "rope_theta null": (configured(rope_theta=None), "rope_theta = None, which must be a positive number"),
+    "rope_theta 0": (configured(rope_theta=0), "rope_theta = 0, which must be a positive number"),
+    "no layer has experts": (configured(moe_layer_freq=0), "moe_layer_freq = 0, which must be a whole number"),
+    "dense layers null": (configured(first_k_dense_replace=None), "first_k_dense_replace = None"),
+    "no heads": (configured(num_attention_heads=0), "num_attention_heads = 0, which must be at least 1"),
+    "heads that do not divide": (configured(num_attention_heads=5), "num_attention_heads = 5, which must be a divisor"),
+    "no key heads": (configured(num_key_value_heads=0), "num_key_value_heads = 0, which must be a whole number"),
+    "key heads that do not divide": (configured(num_key_value_heads=3), "num_key_value_heads = 3, which must be a div"),
+    "a truth for a size": (configured(num_hidden_layers=True), "has no number 'num_hidden_layers'"),
+    "an unknown activation": (configured(hidden_act="swosh"), "hidden_act = 'swosh', which must be an activation"),
+    "an activation that is a list": (configured(hidden_act=["silu"]), "hidden_act = ['silu'], which must be"),
+    "a norm's epsilon in words": (configured(rms_norm_eps="small"), "config.json cannot be read"),
+    "more experts a token than there are": (
+        configured(num_experts_per_tok=99),
+        "num_experts_per_tok = 99, which must be at most n_routed_experts = 8",
+    ),
+    "a tokenizer's settings as a list": (written("tokenizer_config.json", []), "tokenizer_config.json is not a JSON"),
+    "generation settings as a list": (written("generation_config.json", []), "generation_config.json is not a JSON"),
+    "an empty tokenizer": (written("tokenizer.json", {}), "tokenizer.json cannot be read"),
+    "one tensor in two files": (
+        shard(with_one("model.embed_tokens.weight", torch.zeros(WORDS, 32))),
+        "model-00002-of-00003.safetensors has model.embed_tokens.weight, which another file",
+    ),
+    "weights of eight bits": (shard(eight_bits), "is of int8: only weights in floating point"),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_damaged_folder_is_one_line(
+    what: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Oracle: the file or the setting that was damaged here. The command says the same, with the code of a wrong input."""
+    damage, said = BROKEN[what]
+    broken = tmp_path / "broken"
+    shutil.copytree(folder, broken)
+    damage(broken)
+    with pytest.raises(InputError, match="cannot load the model") as error:
+        open_model(broken, device="cpu")
+    assert said in str(error.value)
+    assert run(["ask", str(broken), "Is 42 even?"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
+
+
 # -- the tokenizer -----------------------------------------------------------------------------------------------------
 
 

@@ -10,10 +10,10 @@ With w_gate = 0 the gate is exactly 1/2, so W_down is doubled. Doubling and halv
 approximated. Both shared experts together are one feed-forward network of twice the width in both layouts.
 """
 
-import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,10 @@ from transformers import (
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
 )
+from transformers.activations import ACT2FN
 
-from vmoer.errors import InputError
+from vmoer.errors import InputError, short
+from vmoer.files import read_json
 
 MODEL_TYPE = "deepseek"
 _SIZES = (
@@ -62,6 +64,7 @@ _ONLY = {
     "quantization_config": None,
 }
 """Settings that have other values in the layout's own code, which qwen2_moe does not have or no published checkpoint uses."""
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _FREQUENCIES = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
 
@@ -78,23 +81,69 @@ def described(name: str, revision: str | None = None) -> dict[str, Any] | None:
 def configuration(found: Mapping[str, Any]) -> Any:
     """The `Qwen2MoeConfig` of a `config.json` of this layout."""
 
+    _check_settings(found)
+    first, every = found.get("first_k_dense_replace", 0), found.get("moe_layer_freq", 1)
+    with _named("config.json"):
+        return Qwen2MoeConfig(
+            **{name: found[name] for name in (*_SIZES, *_SETTINGS) if name in found},
+            num_key_value_heads=found.get("num_key_value_heads", found["num_attention_heads"]),
+            num_experts=found["n_routed_experts"],
+            shared_expert_intermediate_size=found["n_shared_experts"] * found["moe_intermediate_size"],
+            mlp_only_layers=[i for i in range(found["num_hidden_layers"]) if i < first or i % every],
+            rope_parameters={"rope_type": "default", "rope_theta": float(found.get("rope_theta", 10000.0))},
+            qkv_bias=False,
+            tie_word_embeddings=False,
+        )
+
+
+def _check_settings(found: Mapping[str, Any]) -> None:
+    """Refuse a `config.json` whose settings are not of this layout, or do not go together."""
+
+    def refuse(name: str, wanted: str) -> None:
+        raise InputError(
+            f"config.json of a deepseek model has {name} = {short(found.get(name))}, which must be {wanted}"
+        )
+
     for name in (*_SIZES, *_EXPERTS):
-        if not isinstance(found.get(name), int):
+        if not _whole(found.get(name)):
             raise InputError(f"config.json of a deepseek model has no number {name!r}")
+        if found[name] < 1:
+            refuse(name, "at least 1")
     for name, value in _ONLY.items():
         if found.get(name, value) != value:
             raise InputError(f"a deepseek model with {name} = {found[name]!r} cannot be opened: only {value!r} can")
-    first, every = found.get("first_k_dense_replace", 0), found.get("moe_layer_freq", 1)
-    return Qwen2MoeConfig(
-        **{name: found[name] for name in (*_SIZES, *_SETTINGS) if name in found},
-        num_key_value_heads=found.get("num_key_value_heads") or found["num_attention_heads"],
-        num_experts=found["n_routed_experts"],
-        shared_expert_intermediate_size=found["n_shared_experts"] * found["moe_intermediate_size"],
-        mlp_only_layers=[i for i in range(found["num_hidden_layers"]) if i < first or i % every],
-        rope_parameters={"rope_type": "default", "rope_theta": float(found.get("rope_theta", 10000.0))},
-        qkv_bias=False,
-        tie_word_embeddings=False,
-    )
+    for name, least in (("first_k_dense_replace", 0), ("moe_layer_freq", 1), ("num_key_value_heads", 1)):
+        if name in found and not (_whole(found[name]) and found[name] >= least):
+            refuse(name, f"a whole number of at least {least}")
+    heads = found["num_attention_heads"]
+    if found["hidden_size"] % heads:
+        refuse("num_attention_heads", f"a divisor of hidden_size = {found['hidden_size']}")
+    if heads % found.get("num_key_value_heads", heads):
+        refuse("num_key_value_heads", f"a divisor of num_attention_heads = {heads}")
+    if found["num_experts_per_tok"] > found["n_routed_experts"]:
+        refuse("num_experts_per_tok", f"at most n_routed_experts = {found['n_routed_experts']}")
+    theta = found.get("rope_theta", 10000.0)
+    if isinstance(theta, bool) or not isinstance(theta, int | float) or not 0 < theta < math.inf:
+        refuse("rope_theta", "a positive number")
+    act = found.get("hidden_act", "silu")
+    if not isinstance(act, str) or act not in ACT2FN:
+        refuse("hidden_act", "an activation that transformers knows")
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+@contextmanager
+def _named(file: str) -> Iterator[None]:
+    """Whatever transformers or the tokenizers library raise at a damaged file, as one line that names it."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise InputError(f"{file} cannot be read: {line}") from None
 
 
 def shapes(config: Any) -> dict[str, tuple[int, ...]]:
@@ -156,25 +205,48 @@ def open_checkpoint(name: str, found: Mapping[str, Any], dtype: torch.dtype | st
     """The model in a folder or on the hub whose `config.json` says `found`."""
 
     folder = _fetched(name, revision, "*.json", "*.safetensors")
+    config = configuration(found)
+    tensors: dict[str, Tensor] = {}
+    for file in _shards(folder):
+        try:
+            more = load_file(folder / file)
+        except SafetensorError as error:
+            raise InputError(f"{file} cannot be read: {error}") from None
+        if twice := tensors.keys() & more.keys():
+            raise InputError(f"{file} has {min(twice)}, which another file of the checkpoint has too")
+        tensors |= more
+    model = build(config, tensors, dtype)
+    path = folder / "generation_config.json"
+    if path.exists():
+        _object(path)
+        with _named(path.name):
+            model.generation_config = GenerationConfig.from_pretrained(folder, trust_remote_code=False)
+    return model
+
+
+def _shards(folder: Path) -> list[str]:
+    """The files of a checkpoint: those of its index, or the only one."""
     index = folder / "model.safetensors.index.json"
     files = ["model.safetensors"]
     if index.exists():
-        files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        places = _object(index).get("weight_map")
+        if not isinstance(places, dict) or not places or not all(isinstance(file, str) for file in places.values()):
+            raise InputError(f"{index.name} has no weight_map of a file for each tensor")
+        files = sorted(set(places.values()))
     for file in files:
-        if Path(file).name != file:
-            raise InputError(f"{index.name} names {file!r}, which is not a file beside it")
-        if not (folder / file).exists():
+        if not file or Path(file).name != file:
+            raise InputError(f"{index.name} names {short(file)}, which is not a file beside it")
+        if not (folder / file).is_file():
             raise InputError(f"there is no {file}: weights are read from safetensors alone")
-    tensors: dict[str, Tensor] = {}
-    for file in files:
-        try:
-            tensors |= load_file(folder / file)
-        except SafetensorError as error:
-            raise InputError(f"{file} cannot be read: {error}") from None
-    model = build(configuration(found), tensors, dtype)
-    if (folder / "generation_config.json").exists():
-        model.generation_config = GenerationConfig.from_pretrained(folder, trust_remote_code=False)
-    return model
+    return files
+
+
+def _object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file of the checkpoint. The hub's cache holds links to its own store, and these are read."""
+    found = read_json(path)
+    if not isinstance(found, dict):
+        raise InputError(f"{path.name} is not a JSON object")
+    return found
 
 
 def open_tokenizer(name: str, revision: str | None = None) -> Any:
@@ -186,9 +258,10 @@ def open_tokenizer(name: str, revision: str | None = None) -> Any:
 
     folder = _fetched(name, revision, "*.json", "*.jinja")
     path = folder / "tokenizer_config.json"
-    said = json.loads(path.read_text()) if path.exists() else {}
+    said = _object(path) if path.exists() else {}
     added = {name: said[name] for name in ("add_bos_token", "add_eos_token") if name in said}
-    return PreTrainedTokenizerFast.from_pretrained(folder, trust_remote_code=False, **added)
+    with _named("tokenizer.json"):
+        return PreTrainedTokenizerFast.from_pretrained(folder, trust_remote_code=False, **added)
 
 
 def _fetched(name: str, revision: str | None, *patterns: str) -> Path:
@@ -211,6 +284,9 @@ def _check(wanted: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor])
         if tuple(tensors[name].shape) != shape:
             got = list(tensors[name].shape)
             raise InputError(f"{name} has shape {got}, and by config.json it is {list(shape)}")
+        if tensors[name].dtype not in _DTYPES:
+            kind = str(tensors[name].dtype).removeprefix("torch.")
+            raise InputError(f"{name} is of {kind}: only weights in floating point of 16 bits or more are read")
 
 
 def _without_frequencies(config: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
