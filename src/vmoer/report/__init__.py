@@ -50,7 +50,18 @@ def read(directory: Path) -> list[Row]:
     for row in rows:
         if any(not isinstance(row[name], int | float | None) for name in ("value", "low", "high")):
             raise InputError(f"{path}: a value is no number in the row {row}")
+        if wrong := _no_text(row):
+            raise InputError(f"{path}: {wrong} is no text in the row {row}")
     return list(rows)
+
+
+def _no_text(row: Row) -> str | None:
+    """The first name of a row that must be a text and is none. Rows of some studies are of the model alone, without a method."""
+    required = {"metric"} | ({"method"} if row.get("study") not in studies.OF_THE_MODEL else set())
+    for name in ("study", "model", "task", "split", "method", "signal", "metric"):
+        if not isinstance(row.get(name), str) and (name in required or row.get(name) is not None):
+            return name
+    return None
 
 
 class Setting(NamedTuple):
@@ -223,7 +234,13 @@ def report(directory: Path) -> Report:
         made = [*sections(found), *studies.sections(rows), *overhead.sections(directory, rows)]
     except InputError:
         raise
-    except (KeyError, IndexError, TypeError, ValueError) as error:  # rows that some study needs are not there
+    except (
+        KeyError,
+        IndexError,
+        TypeError,
+        ValueError,
+        AttributeError,
+    ) as error:  # rows that some study needs are not there
         path = directory / "metrics.json"
         raise InputError(f"{path} is incomplete or damaged ({type(error).__name__}: {error}): make it again") from error
     parquets = [str(path.relative_to(directory)) for path in predictions.files(directory)] if has_predictions else []
@@ -234,6 +251,8 @@ def report(directory: Path) -> Report:
     models = sorted({row["model"] for row in answered or rows if row["model"]})
     title = "Uncertainty report" + (f": {', '.join(models)}" if models else "")
     out, tables = directory / "report", [table for section in made for table in section.tables if table.rows]
+    if not tables:
+        raise InputError(f"{directory / 'metrics.json'} has no row of a metric that the report shows")
     for table in tables:
         write_text(out / f"{table.name}.csv", to_csv(table))
         write_text(out / f"{table.name}.tex", to_latex(table))

@@ -4,6 +4,7 @@ Rows of the study `paper` (vmoer/studies/paper.py) have `table`, `printed`, `pri
 `difference_high` and `doubt`; what the paper shows in figures alone has `said`, the words of its text, in their place.
 """
 
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -142,3 +143,10 @@ def section(rows: list[Row]) -> Section:
         text.append("Its own task stands in for OpenBookQA, its near and its far shift for ARC-Challenge and MMLU-Law.")
     tables = [table(layout, own) for layout, own in layouts(rows)]
     return Section("paper", f"The paper's tables: {model}", text, [*tables, *_figures(rows)])
+
+
+def one_of(section: Section, model: str) -> Section:
+    """A model's section beside those of other models: its tables are called by the model too."""
+    part = re.sub(r"[^\w.-]", "_", model.rstrip("/").rsplit("/", 1)[-1])
+    tables = [table._replace(name=f"{table.name}-{part}", title=f"{table.title}, {model}") for table in section.tables]
+    return section._replace(id=f"{section.id}-{part}", tables=tables)

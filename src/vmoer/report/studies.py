@@ -197,15 +197,20 @@ BUILDERS: dict[str, tuple[Callable[[list[Row]], Section], str | None]] = {
     "factors": (factors.section, "nll"),
     "paper": (paper_tables.section, None),  # any of its tables will do
 }
+OF_THE_MODEL = ("brittleness", "paper")
+"""Studies that have rows without a method."""
 
 
 def sections(rows: Sequence[Row]) -> list[Section]:
-    """A section for every study that has rows, in the order of the paper."""
+    """A section for every study that has rows, in the order of the paper; of the paper's tables one for each model."""
     made = []
     for study, (build, needed) in BUILDERS.items():
         own = [row for row in rows if row.get("study") == study]
         if own and needed and not only(own, metric=needed):
             raise InputError(f"metrics.json is incomplete: the study {study} has no row of {needed}")
-        if own:
+        models = values(own, "model") if study == "paper" else []
+        if len(models) > 1:
+            made += [paper_tables.one_of(build(only(own, model=model)), model) for model in models]
+        elif own:
             made.append(build(own))
     return made
