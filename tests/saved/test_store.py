@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ import vmoer
 from vmoer.errors import InputError
 from vmoer.files import sealed, write_text
 from vmoer.models import open_model, skeleton
-from vmoer.saved import manifest
+from vmoer.saved import adapter, manifest, store
+from vmoer.training.lora import add_lora
 
 
 @pytest.fixture
@@ -376,6 +378,26 @@ def test_router_over_an_adapter(tmp_path: Path) -> None:
     refused(tmp_path, "which its manifest lists")
     manifest.seal(tmp_path)
     refused(tmp_path, "trained over a LoRA adapter, and this model has no adapter")
+
+
+def test_an_adapter_without_peft_says_what_to_install(
+    adapted: Path, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading one, putting one on and writing one; routers that have none need no PEFT."""
+    read, model, plain = store.read_folder(adapted).adapter, lora(1), tiny.model("granitemoe")
+    assert read is not None
+    monkeypatch.setitem(sys.modules, "peft", None)
+    says = r"^LoRA adapters need peft: pip install 'vmoer\[train\]'$"
+    for work in (
+        lambda: store.read_folder(adapted),
+        lambda: adapter.put_on(plain, read, adapted),
+        lambda: vmoer.save(vmoer.attach(model, vmoer.MeanField()), tmp_path / "again"),
+        lambda: add_lora(tiny.model("granitemoe")),
+    ):
+        with pytest.raises(InputError, match=says):
+            work()
+    refused(adapted, says)
+    vmoer.load(tiny.model("granitemoe"), run)
 
 
 def test_router_without_an_adapter_on_an_adapted_model(run: Path) -> None:

@@ -94,10 +94,17 @@ def checked(found: Any, name: object) -> dict[str, Any]:
     return settings
 
 
-def _defaults() -> dict[str, Any]:
-    from peft import LoraConfig
+def peft() -> Any:
+    """The library that adapters are read, put on and written with; one line where it is not installed."""
+    try:
+        import peft
+    except ModuleNotFoundError as absent:
+        raise InputError(f"LoRA adapters need {absent.name}: pip install 'vmoer[train]'") from None
+    return peft
 
-    return _as_json(LoraConfig().to_dict())
+
+def _defaults() -> dict[str, Any]:
+    return _as_json(peft().LoraConfig().to_dict())
 
 
 def _names(value: Any) -> bool:
@@ -134,12 +141,11 @@ def tensors_of(data: bytes, path: Path) -> dict[str, Tensor]:
 
 def put_on(model: nn.Module, adapter: Adapter, folder: Path) -> nn.Module:
     """The model inside its adapter, in evaluation mode. The caller restores the model where this fails."""
-    from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
-
+    library = peft()
     settings = {key: value for key, value in adapter.settings.items() if key != "peft_type"}
     try:
-        wrapped = get_peft_model(cast(Any, model), LoraConfig(**settings, inference_mode=True))
-        unknown = set_peft_model_state_dict(wrapped, adapter.tensors).unexpected_keys
+        wrapped = library.get_peft_model(model, library.LoraConfig(**settings, inference_mode=True))
+        unknown = library.set_peft_model_state_dict(wrapped, adapter.tensors).unexpected_keys
     except (ValueError, RuntimeError, TypeError, KeyError, AttributeError, IndexError) as error:
         reason = " ".join(str(error).split())[:200]
         raise InputError(f"{folder / TENSORS} does not fit this model: {reason}") from None
@@ -166,13 +172,11 @@ def write(model: nn.Module, folder: Path, tensors: Mapping[str, Tensor]) -> None
 
 def _as_files(model: Any, tensors: Mapping[str, Tensor]) -> tuple[bytes, bytes]:
     """What PEFT's `save_pretrained` writes, made in memory: a process that is killed leaves nothing in another folder."""
-    from peft import get_peft_model_state_dict
-
     told = _as_json(model.peft_config["default"].to_dict()) | {"inference_mode": True}
     if told["task_type"] is None:  # by which PEFT finds the class of the base model
         kind = type(model.get_base_model())
         told["auto_mapping"] = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
-    own = get_peft_model_state_dict(model, state_dict=dict(tensors))
+    own = peft().get_peft_model_state_dict(model, state_dict=dict(tensors))
     data = save_tensors({name: value.detach().cpu().contiguous() for name, value in own.items()}, {"format": "pt"})
     return (json.dumps(told, indent=2, sort_keys=True) + "\n").encode(), data
 

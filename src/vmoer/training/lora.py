@@ -11,6 +11,7 @@ from torch import nn
 
 from vmoer import gates
 from vmoer.errors import InputError
+from vmoer.saved.adapter import peft
 
 _ATTENTION = re.compile(r"^(q|k|v|qkv|kv|query|key|value|query_key_value|Wqkv)(_(a_|b_)?proj(_with_mqa)?)?$")
 
@@ -41,10 +42,9 @@ def lora_targets(model: nn.Module) -> tuple[list[str], list[str]]:
 
 def add_lora(model: Any, *, rank: int = 16, alpha: int | None = None, seed: int = 0) -> Any:
     """Wrap the model; adapters start at zero and are float32 whatever the model's dtype."""
-    from peft import LoraConfig, get_peft_model
-
+    library = peft()
     modules, parameters = lora_targets(model)
-    config = LoraConfig(
+    config = library.LoraConfig(
         r=rank,
         lora_alpha=2 * rank if alpha is None else alpha,
         lora_dropout=0.0,
@@ -54,7 +54,7 @@ def add_lora(model: Any, *, rank: int = 16, alpha: int | None = None, seed: int 
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return get_peft_model(model, config)
+        return library.get_peft_model(model, config)
 
 
 @contextmanager
