@@ -3,7 +3,7 @@
 import json
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from scipy.special import log_softmax
 from sklearn.metrics import roc_auc_score
 from test_smolmoe import EXAMPLE, place
 
+from vmoer.errors import InputError
 from vmoer.evaluation import predictions
 from vmoer.evaluation.predictions import Key
 from vmoer.metrics.estimates import Estimate
@@ -30,20 +31,25 @@ import run as example
 import verdicts
 
 __all__ = ["place"]
-SETS = ("medmcqa", "mmlu_law")
 BETTER = {"map-all": 1.0, "map-all+orders": 0.5, "vglr-mf@permuted": 1.0, "vglr-mf@permuted+orders+routing": 0.1}
 BETTER |= {"vglr-mf@permuted+orders": 0.5, "map-ens3": 0.7}
 """By label: how much noise there is on the logits that answers were drawn from."""
 
 
-def write(results: Path, noise: Mapping[str, float], at_chance: str = "", seeds: int = 3) -> Path:
+def write(
+    results: Path,
+    noise: Mapping[str, float],
+    at_chance: tuple[str, str] = ("", ""),
+    seeds: int = len(equal.SEEDS),
+    homes: Sequence[str] = equal.HOMES,
+) -> Path:
     """Predictions as run.py --report leaves them. Labels of equal noise are equally good, and differ."""
-    for home in equal.HOMES:
-        tables = []
-        for task, split, n in ((home, "validation", 120), (home, "test", 250), *((one, "test", 150) for one in SETS)):
+    for home in homes:
+        tables, shifts = [], [one for one in equal.SHIFTED if one != home]
+        for task, split, n in ((home, "validation", 120), (home, "test", 250), *((one, "test", 150) for one in shifts)):
             rng = np.random.default_rng([*map(ord, home + task + split)])
             logits = 1.5 * rng.normal(size=(n, 4))
-            answers = (logits * (home != at_chance) + rng.gumbel(size=logits.shape)).argmax(1)
+            answers = (logits * ((home, split) != at_chance) + rng.gumbel(size=logits.shape)).argmax(1)
             for number, (label, size) in enumerate(noise.items()):
                 for seed in range(seeds):
                     own = logits + size * np.random.default_rng([*map(ord, home + task + split), number, seed]).normal(
@@ -59,7 +65,7 @@ def write(results: Path, noise: Mapping[str, float], at_chance: str = "", seeds:
                     tables.append(pa.table(columns))
         (results / home).mkdir(parents=True)
         pq.write_table(pa.concat_tables(tables), results / home / "predictions.parquet")
-        meta = {"model": "m", "source_task": home, "ood_tasks": [*SETS], "split": "test"}
+        meta = {"model": "m", "source_task": home, "ood_tasks": shifts, "split": "test"}
         (results / home / "meta.json").write_text(json.dumps(meta))
         said = {
             f"{label}-s{seed}/meta.json": {"method": label, "seed": seed, "passes": 8}
@@ -121,10 +127,29 @@ def test_what_people_use_instead_stands_beside_the_labels(tmp_path: Path) -> Non
 
 
 def test_a_home_at_chance_is_reported_apart(tmp_path: Path) -> None:
-    """Oracle: a world in which one home's answers have nothing to do with its logits."""
-    found = told(write(tmp_path / "results", BETTER, at_chance="sciq"))
+    """Oracle: a world in which one home's validation answers have nothing to do with its logits. Those of test do not matter."""
+    found = told(write(tmp_path / "results", BETTER, at_chance=("sciq", "validation")))
     assert "sciq: reported apart, map-all is not better than a constant there" in found
-    assert "homes openbookqa, arc_easy, arc_challenge; seeds 0, 1, 2" in found
+    assert "homes openbookqa, arc_easy, arc_challenge; seeds 0, 1, 2, 3, 4" in found
+    found = told(write(tmp_path / "test", BETTER, at_chance=("sciq", "test")))
+    assert "homes openbookqa, arc_easy, arc_challenge, sciq; seeds 0, 1, 2, 3, 4" in found
+
+
+@pytest.mark.parametrize(
+    ("seeds", "homes", "says"),
+    [
+        (4, equal.HOMES, "home sciq, seed 4: no map-all on all sets"),
+        (5, equal.HOMES[:3], "home sciq is missing"),
+        (6, equal.HOMES, "seed 5 is none of the study's"),
+    ],
+)
+def test_an_incomplete_study_has_no_verdict(tmp_path: Path, seeds: int, homes: tuple[str, ...], says: str) -> None:
+    """Oracle: what was left out of the world, in which the labels differ."""
+    (line,) = registered.lines(
+        write(tmp_path / "results", {"map-all": 1.0, "map-all+orders": 0.1}, seeds=seeds, homes=homes)
+    )
+    assert line.holds is None
+    assert says in line.found.split("; ")
 
 
 def test_a_seed_on_two_base_models_is_named(tmp_path: Path) -> None:
@@ -159,6 +184,45 @@ def test_a_difference_is_the_mean_over_sets_and_its_spread_that_of_questions_and
     shifted = [homes[h].sets["medmcqa"]["x"][0].nll - homes[h].sets["medmcqa"]["map-all"][0].nll for h in homes]
     away = registered.difference(homes, ("x", "map-all"), shifts=True)
     assert away.value == pytest.approx(np.mean([change.mean() for change in shifted]))
+
+
+def test_an_interval_over_homes_covers_as_often_as_it_says() -> None:
+    """Oracle: 400 worlds in which the difference is zero, and models of all homes err on the same questions. Homes that ask
+    questions of their own, by other ids, are drawn apart: their interval would be too narrow for these."""
+    rng, covered = np.random.default_rng(0), {"same": 0, "own": 0}
+    for _ in range(400):
+        shared = rng.normal(size=100)
+        worlds: dict[str, dict[str, registered.Home]] = {name: {} for name in covered}
+        for home in equal.HOMES:
+            change = [shared + rng.normal(size=100) for _ in range(3)]
+            for name, more in (("same", ""), ("own", home)):
+                ids = tuple(f"{more}{i}" for i in range(100))
+                zero = dict.fromkeys(range(3), registered.Scored(ids, np.zeros(100), np.zeros(100)))
+                ours = {seed: registered.Scored(ids, one, one) for seed, one in enumerate(change)}
+                sets = {"medmcqa": {"map-all": zero, "x": ours}}
+                worlds[name][home] = registered.Home(sets, {"map-all": dict.fromkeys(range(3), 0.0)}, 0.0)
+        for name, homes in worlds.items():
+            low, high = registered.interval(registered.difference(homes, ("x", "map-all"), shifts=True))
+            covered[name] += low < 0 < high
+    assert 0.93 <= covered["same"] / 400 <= 0.97
+    assert covered["own"] / 400 < 0.9
+
+
+def test_a_set_that_lacks_some_of_a_tasks_questions_is_drawn_with_the_others() -> None:
+    """Oracle: a set that has them all. On each draw the mean is that of the questions that both have, as often as drawn."""
+    change = np.random.default_rng(0).normal(size=60)
+    ids = [f"{i:02}" for i in range(60)]
+    cells = [{0: registered.Scored(tuple(ids[::2]), x[::2], x[::2])} for x in (change, np.zeros(60))]
+    indicator = np.arange(60) % 2 == 0
+    parts = []
+    for values in (np.where(indicator, change, 0.0), indicator.astype(float)):
+        whole = [{0: registered.Scored(tuple(ids), x, x)} for x in (values, np.zeros(60))]
+        parts.append(registered.difference_on(whole, [0], "sciq", "nll", ids))
+    found = registered.difference_on(cells, [0], "sciq", "nll", ids)
+    np.testing.assert_allclose(found.draws, parts[0].draws / parts[1].draws)
+    assert found.value == pytest.approx(change[::2].mean())
+    with pytest.raises(InputError, match="sciq: labels have not answered the same questions"):
+        registered.difference_on(cells, [0], "sciq", "nll", ids[:30])
 
 
 def test_the_document_says_what_the_code_does() -> None:
@@ -237,6 +301,7 @@ def test_a_seed_is_computed_packed_and_reported_at_equal_data(
     kept = ("map-all", "vglr-mf@permuted", "map-all.1", "map-all.2")
     for module in (equal, registered):
         monkeypatch.setattr(module, "HOMES", homes)
+    monkeypatch.setattr(registered, "SEEDS", (0,))
     monkeypatch.setattr(equal, "ASKED", {head: equal.ASKED[head] for head in kept})
     piece = arguments(place, tmp_path / "out", "--only", "equal", "--seeds", "0", "--pack", str(tmp_path / "pack"))
     assert example.main(piece) == 0
@@ -267,6 +332,10 @@ def test_a_seed_is_computed_packed_and_reported_at_equal_data(
     right = cell.log_probs.argmax(1) == cell.answers
     expected = roc_auc_score(~right, cell.signals["probe"])
     assert float(rates[" probe of the last layer "]) == pytest.approx(expected, abs=6e-4)
+    assert "sciq: reported apart, map-all is not better than a constant there" in told(
+        results
+    )  # so small a model learns nothing
+    monkeypatch.setattr(registered, "kept_apart", lambda homes: [])
     lines = {line.claim: line.holds for line in registered.lines(results)}
     assert lines["vglr-mf@permuted below map-all, home"] in (True, False)
     assert lines["map-ens5 below map-all, home"] is None

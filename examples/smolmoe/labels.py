@@ -86,7 +86,8 @@ def printed(results: Path) -> str:
                 if not cells or cells.keys() != base.keys():
                     break
                 row.append(f"{np.mean([scored.nll.mean() for scored in cells.values()]):.3f}")
-                row.append(shown(difference_on((cells, base), sorted(cells), home, "nll")))
+                ids = sorted({one for scored in base.values() for one in scored.ids})
+                row.append(shown(difference_on((cells, base), sorted(cells), home, "nll", ids)))
             if len(row) == 6:
                 body.append(row)
     heads = ["home", "label", "NLL", "less map@printed", "NLL, calibrated", "less map@printed"]

@@ -1,8 +1,9 @@
 """The tests of REGISTERED.md from OUT/results alone; verdicts.py prints them.
 
 Every answer goes through the calibrator that cross-validation chooses on the validation answers of its own label, seed and task.
-A difference is paired by question and by seed. Its draws take questions anew on every set by itself, and seeds for all sets
-alike, since a seed is one base model and one cut of the data on all tasks.
+A difference is paired by question and by seed. A draw takes a task's questions by their ids, the same ones for every home that
+asks them: models of different homes err on the same questions. It takes seeds for all sets alike, since a seed is one base model
+and one cut of the data on all tasks.
 """
 
 import re
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 from audit import adjusted
-from equal import HOMES, labels
+from equal import HOMES, SEEDS, SHIFTED, labels
 
 from vmoer import metrics
 from vmoer.errors import InputError
@@ -57,7 +58,7 @@ class Home(NamedTuple):
     chosen: dict[str, dict[int, float]]
     """Cross-validated NLL of the calibrated validation answers."""
     constant: float
-    """NLL on the home's test of the letters' shares on validation, a mean over seeds."""
+    """NLL on validation of the letters' shares there, a mean over seeds."""
 
 
 class Line(NamedTuple):
@@ -119,11 +120,9 @@ def home_of(group: predictions.Predictions, wanted: Sequence[str], *, calibrate:
             if cell is not None:
                 scored = _scored(cell, choice.calibrator.apply(cell.log_probs))
                 sets.setdefault(task, {}).setdefault(key.method, {})[key.seed] = scored
-        own = group.cells.get(Key(home, "test", key.method, key.seed))
-        if key.method == BASE and own is not None:
-            shares = np.log(np.bincount(valid.answers, minlength=own.log_probs.shape[1]) + 1.0)
-            shares -= np.logaddexp.reduce(shares)
-            constants.append(-shares[own.answers].mean())
+        if key.method == BASE:
+            shares = np.bincount(valid.answers) / len(valid.answers)
+            constants.append(-np.log(shares[valid.answers]).mean())
     return Home(sets, chosen, float(np.mean(constants)) if constants else np.nan)
 
 
@@ -158,34 +157,58 @@ def difference(
     seeds: Sequence[int] | None = None,
 ) -> Estimate:
     """A mean over sets, each counted alike: the homes' own, or all that they are shifted to. Seeds: the baseline's, if None."""
-    seeds, found = seeds_of(homes) if seeds is None else seeds, []
+    seeds, found, ids = seeds_of(homes) if seeds is None else seeds, [], asked(homes)
     for name, home in homes.items():
         for task, cells in home.sets.items():
             if (task != name) == shifts:
-                found.append(difference_on([cells[label] for label in pair], seeds, f"{name} {task}", what))
+                found.append(difference_on([cells[label] for label in pair], seeds, task, what, ids[task]))
     return Estimate(float(np.mean([e.value for e in found])), np.mean([e.draws for e in found], axis=0))
 
 
-def difference_on(pair: Sequence[Mapping[int, Scored]], seeds: Sequence[int], name: str, what: str) -> Estimate:
-    by_seed = []
+def asked(homes: Mapping[str, Home]) -> dict[str, list[str]]:
+    """The questions of each task that any home asks, by the baseline's answers: what a draw chooses among."""
+    found: dict[str, set[str]] = {}
+    for home in homes.values():
+        for task, cells in home.sets.items():
+            found.setdefault(task, set()).update(*{scored.ids for scored in cells.get(BASE, {}).values()})
+    return {task: sorted(ids) for task, ids in found.items()}
+
+
+def difference_on(
+    pair: Sequence[Mapping[int, Scored]], seeds: Sequence[int], task: str, what: str, ids: Sequence[str]
+) -> Estimate:
+    """On one set of a task's questions; `ids` are all of the task that are asked anywhere."""
+    by_seed, place = [], {one: i for i, one in enumerate(ids)}
+    counts = estimates.multiplicities((len(ids),), DRAWS, zlib.crc32(task.encode()))
     for seed in seeds:
         ours, theirs = (cells[seed] for cells in pair)
-        if ours.ids != theirs.ids:
-            raise InputError(f"{name}: labels have not answered the same questions")
-        change = getattr(ours, what) - getattr(theirs, what)
-        counts = estimates.multiplicities((len(change),), DRAWS, zlib.crc32(name.encode()))
-        by_seed.append(Estimate(float(change.mean()), counts @ change / len(change)))
+        if ours.ids != theirs.ids or not place.keys() >= {*ours.ids}:
+            raise InputError(f"{task}: labels have not answered the same questions")
+        change = np.zeros((len(ids), 2))  # and a one beside: what a draw takes of a set that lacks some varies in size
+        at = [place[one] for one in ours.ids]
+        change[at, 0], change[at, 1] = getattr(ours, what) - getattr(theirs, what), 1
+        drawn = counts @ change
+        by_seed.append(Estimate(float(change[at, 0].mean()), drawn[:, 0] / drawn[:, 1]))
     return estimates.over_seeds(by_seed, 0)  # 0 for every set: the same seeds are drawn on all
 
 
 def kept_apart(homes: Mapping[str, Home]) -> list[str]:
-    """Homes on which the baseline is no better than a constant."""
-    out = []
+    """Homes on whose validation the baseline is no better than a constant."""
+    own = {name: [*home.chosen.get(BASE, {}).values()] for name, home in homes.items()}
+    return [name for name, losses in own.items() if losses and np.mean(losses) >= homes[name].constant]
+
+
+def missing(homes: Mapping[str, Home]) -> list[str]:
+    """What stands between these answers and a verdict: homes, sets and seeds that the baseline lacks, and seeds too many."""
+    out = [f"home {name} is missing" for name in HOMES if name not in homes]
     for name, home in homes.items():
-        losses = [scored.nll.mean() for scored in home.sets.get(name, {}).get(BASE, {}).values()]
-        if losses and np.mean(losses) >= home.constant:
-            out.append(name)
-    return out
+        sets = (name, *(one for one in SHIFTED if one != name))
+        for seed in SEEDS:
+            lacking = [task for task in sets if seed not in home.sets.get(task, {}).get(BASE, {})]
+            if lacking:
+                where = "all sets" if len(lacking) == len(sets) else ", ".join(lacking)
+                out.append(f"home {name}, seed {seed}: no {BASE} on {where}")
+    return [*out, *(f"seed {seed} is none of the study's" for seed in seeds_of(homes) if seed not in SEEDS)]
 
 
 def primary(homes: Mapping[str, Home]) -> dict[str, float]:
@@ -206,14 +229,15 @@ def lines(results: Path) -> Iterator[Line]:
     for seed, number in bases(metas(results)).items():
         yield Line(None, f"seed {seed} was run on {number} base models", "its labels are not paired with each other")
     homes = read(results, labels())
+    if lacking := missing(homes):
+        yield Line(None, "no verdict before every home and seed is there", "; ".join(lacking))
+        return
     apart = kept_apart(homes)
     for name in apart:
-        yield Line(
-            None, f"{name}: reported apart, {BASE} is not better than a constant there", _apart(homes[name], name)
-        )
+        yield Line(None, f"{name}: reported apart, {BASE} is not better than a constant there", _apart(homes[name]))
     homes = {name: home for name, home in homes.items() if name not in apart}
-    if not seeds_of(homes):
-        yield Line(None, "no home has the baseline", "not run")
+    if not homes:
+        yield Line(None, "no home is left to compare on", "not run")
         return
     yield Line(None, f"homes {', '.join(homes)}; seeds {', '.join(map(str, seeds_of(homes)))}", "what is compared")
     ranked = primary(homes)
@@ -264,9 +288,8 @@ def _goal(
     yield Line(bool(accuracy.value >= -SLACK and high >= 0), claim, shown(accuracy))
 
 
-def _apart(home: Home, name: str) -> str:
-    losses = [scored.nll.mean() for scored in home.sets[name][BASE].values()]
-    return f"NLL {np.mean(losses):.3f}, of a constant {home.constant:.3f}"
+def _apart(home: Home) -> str:
+    return f"NLL on validation {np.mean([*home.chosen[BASE].values()]):.3f}, of a constant {home.constant:.3f}"
 
 
 def interval(estimate: Estimate) -> tuple[float, float]:
