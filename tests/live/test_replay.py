@@ -139,9 +139,13 @@ def test_rows_of_texts_find_their_tokens_in_a_padded_batch(name: str, side: str)
     batch = tiny.batch(lengths, side)
     with vmoer.replay(model, rows):
         together = logits_of(model, batch)
-    wide = [pack(torch.from_numpy(row), torch.zeros(*row.shape[:2], len(SIGNALS))).numpy() for row in rows]
-    with vmoer.replay(model, wide):
-        assert torch.equal(logits_of(model, batch), together)
+    for kind in (np.uint8, np.uint16, np.int32):
+        signals = (torch.zeros(*row.shape[:2], len(SIGNALS)) for row in rows)
+        wide = [
+            pack(torch.from_numpy(row.astype(kind)), zeros).numpy() for row, zeros in zip(rows, signals, strict=True)
+        ]
+        with vmoer.replay(model, wide):
+            assert torch.equal(logits_of(model, batch), together)
     for row, (n, given) in enumerate(zip(lengths, rows, strict=True)):
         with vmoer.replay(model, [given]):
             alone = logits_of(model, {"input_ids": right["input_ids"][row : row + 1, :n]})[0]
@@ -151,6 +155,18 @@ def test_rows_of_texts_find_their_tokens_in_a_padded_batch(name: str, side: str)
     assert not torch.allclose(
         plain[batch["attention_mask"].bool()], together[batch["attention_mask"].bool()], atol=1e-2
     )
+
+
+def test_rows_of_every_layer_of_a_decoder_whose_first_layer_is_dense() -> None:
+    """As vLLM has them. Oracle: the rows of the layers with experts alone."""
+    model, batch = tiny.model("deepseek_v3", first_k_dense_replace=1), tiny.batch((9,))
+    (rows,) = as_rows(drawn(model, batch), (9,))
+    dense = model.config.num_hidden_layers - rows.shape[1]
+    assert dense > 0
+    with vmoer.replay(model, [rows]):
+        expected = logits_of(model, batch)
+    with vmoer.replay(model, [np.concatenate([np.zeros_like(rows[:, :dense]), rows], 1)]):
+        assert torch.equal(logits_of(model, batch), expected)
 
 
 @pytest.mark.parametrize("name", [name for name in tiny.ARCHITECTURES if name not in HYBRID])
@@ -256,6 +272,11 @@ def test_sharded_by_fsdp2_in_two_processes(tmp_path: Path) -> None:
         (lambda x: torch.cat([x[..., :1], -torch.ones_like(x[..., 1:])], -1), "must all be given, or all be -1"),
         (lambda x: as_rows(x, (9, 6, 4)), r"texts of \[9, 6, 4\] tokens were given, .* texts of \[9, 6, 11\]"),
         (lambda x: as_rows(x, (9, 6)), r"texts of \[9, 6\] tokens were given"),
+        (lambda x: as_rows(torch.cat([x, x]), (9, 6, 11)), "experts of 4 layers were given: say by layers="),
+        (
+            lambda x: as_rows(torch.cat([x, x + 2], -1), (9, 6, 11)),
+            "layer 0 chooses 2 experts a token, and 4 were given",
+        ),
         (lambda x: [], r"experts must be one \[token, layer, K\] a text"),
     ],
 )
@@ -271,6 +292,11 @@ def test_other_layers_and_models_are_refused() -> None:
     with (
         pytest.raises(InputError, match="layer 7 has no MoE router"),
         vmoer.replay(model, drawn(model, batch), layers=[7, 1]),
+    ):
+        pass
+    with (
+        pytest.raises(InputError, match="experts of 2 layers were given: say by layers= which they are"),
+        vmoer.replay(model, drawn(model, batch), layers=[1]),
     ):
         pass
     with (

@@ -73,6 +73,9 @@ def _routers(model: nn.Module) -> dict[int, FoundRouter]:
     return found
 
 
+_SIGNALS = (4, 8, 16)
+"""Numbers of four bytes, of two or of one that vLLM's rows have behind the experts where vmoer's loader put signals."""
+
 # -- experts, aligned with a pass --------------------------------------------------------------------------------------
 
 
@@ -132,7 +135,7 @@ def _chosen(
             raise InputError(
                 f"experts must be [layer, batch, token, K] or a list of [token, layer, K], not {tuple(grid_LBTK.shape)}"
             )
-        fits = [list(x) for x in (asked, attached, every) if x is not None and len(x) == len(grid_LBTK)]
+        fits = [list(x) for x in ((attached, every) if asked is None else (asked,)) if len(x) == len(grid_LBTK)]
         if not fits:
             raise InputError(f"experts of {len(grid_LBTK)} layers were given: say by layers= which they are")
         layers, texts = fits[0], []
@@ -144,17 +147,24 @@ def _chosen(
                 f"experts must be one [token, layer, K] a text, not {[tuple(text.shape) for text in rows]}"
             )
         k = _scoring(found[layers[0]]).k
-        wide = rows[0].shape[1]
+        wide, given = rows[0].shape[1:]
         if wide == len(layers):  # these layers alone, and otherwise every layer of the decoder
             places = list(range(wide))
-        elif wide > max(layers):
+        elif wide == _depth(found):
             places = layers
         else:
             raise InputError(f"experts of {wide} layers were given: say by layers= which they are")
-        # behind the experts `vmoer serve` has signals
-        texts, grid_LBTK = [text[:, places, :k] for text in rows], None
+        if given - k in _SIGNALS:
+            given = k
+        texts, grid_LBTK = [text[:, places, :given] for text in rows], None
         _check(torch.cat(texts).transpose(0, 1), layers, found)
     return Chosen(layers, grid_LBTK, texts)
+
+
+def _depth(found: dict[int, FoundRouter]) -> int:
+    """How many layers the decoder has, those without experts among them: of as many vLLM has rows."""
+    decoder: Any = next(iter(found.values())).decoder
+    return int(getattr(decoder.config, "num_hidden_layers", max(found) + 1))
 
 
 def _whole(experts: Any) -> Tensor:
