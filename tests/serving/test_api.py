@@ -21,6 +21,7 @@ NEW = 8
 GREEDY: dict[str, Any] = dict(model="tiny", max_tokens=NEW, temperature=0)
 EXTRA: dict[str, Any] = {"uncertainty": True, "ignore_eos": True, "return_token_ids": True, "min_tokens": NEW}
 """As in transformers no text ends early, and none is cut at its end token."""
+QUESTION = "why is the sky blue"
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +89,7 @@ def test_who_does_not_ask_gets_what_vllm_gives(client: openai.OpenAI) -> None:
 
 
 def chat(client: openai.OpenAI, **more: Any) -> Any:
-    messages: Any = [{"role": "user", "content": "why is the sky blue"}]
+    messages: Any = [{"role": "user", "content": QUESTION}]
     return client.chat.completions.create(messages=messages, extra_body=EXTRA, **GREEDY | more)
 
 
@@ -129,15 +130,59 @@ def test_streamed_is_whole(client: openai.OpenAI, kind: str) -> None:
     assert all(len(values) == NEW for values in whole["tokens"].values())
 
 
-def test_two_answers_to_a_request(client: openai.OpenAI) -> None:
+def test_a_chat_has_what_transformers_records(client: openai.OpenAI, granite: tuple[Path, Path]) -> None:
+    """Of the text that the chat template makes."""
+    messages = [{"role": "user", "content": QUESTION}]
+    asked = served.tokenizer().apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    (want,) = served.recorded(*granite, [asked], NEW)
+    said = chat(client).choices[0].uncertainty
+    assert set(said["tokens"]) == SIGNALS
+    for name, values in said["tokens"].items():
+        close(values, wanted(want, name))
+
+
+def test_layers_and_the_prompt_in_a_stream_are_those_of_the_whole(client: openai.OpenAI) -> None:
+    asked = {"uncertainty": {"signals": ["novelty"], "layers": True, "prompt": True}}
+    whole = text(client, served.PROMPTS[1], asked).choices[0].uncertainty
+    events = list(text(client, served.PROMPTS[1], asked, stream=True))
+    said = [getattr(choice, "uncertainty", None) or {} for event in events for choice in event.choices]
+    layers = [part["layers"] for part in said if "layers" in part]
+    assert len(layers) > 4
+    close([row for part in layers for row in part["signals"]["novelty"]], whole["layers"]["signals"]["novelty"])
+    assert [row for part in layers for row in part["experts"]] == whole["layers"]["experts"]
+    (prompt,) = [part["prompt"] for part in said if "prompt" in part]  # once
+    same(prompt, whole["prompt"])
+
+
+def test_an_end_token_has_its_numbers_too(client: openai.OpenAI, expected: list[dict[str, Any]]) -> None:
+    """After three tokens nothing is likelier than the end. Oracle: where transformers chose its first four."""
+    want, ends = expected[0], {"ignore_eos": False, "min_tokens": 3}
+    choice = text(client, want["prompt"], ends, logit_bias={"2": 100}).choices[0]
+    assert choice.finish_reason == "stop"
+    first = want["prompt_tokens"]
+    assert choice.token_ids == [*want["ids"][first : first + 3], 2]
+    for name, values in choice.uncertainty["tokens"].items():
+        close(values, wanted(want, name)[:4])
+    whole = streamed(text(client, want["prompt"], ends, logit_bias={"2": 100}, stream=True))
+    assert whole["text"] == choice.text
+    same(whole["tokens"], choice.uncertainty["tokens"])
+    close([whole["sequence"]["mean_novelty"]], [choice.uncertainty["sequence"]["mean_novelty"]])
+
+
+@pytest.mark.parametrize("kind", ["chat", "completion"])
+def test_two_answers_to_a_request(client: openai.OpenAI, kind: str) -> None:
     """n = 2, sampled: each has the numbers of its own tokens, whole and streamed."""
-    more: dict[str, Any] = dict(n=2, temperature=1.0, seed=5)
-    choices = text(client, "the quick brown fox", **more).choices
+
+    def ask(**more: Any) -> Any:
+        more |= dict(n=2, temperature=1.0, seed=5)
+        return chat(client, **more) if kind == "chat" else text(client, "the quick brown fox", **more)
+
+    choices = ask().choices
     assert choices[0].token_ids != choices[1].token_ids
     tokens = [choice.uncertainty["tokens"]["novelty"] for choice in choices]
     close(tokens[0][:1], tokens[1][:1])  # both were chosen at the prompt's last token
     assert not np.allclose(tokens[0], tokens[1], rtol=1e-4)
-    events = list(text(client, "the quick brown fox", stream=True, **more))
+    events = list(ask(stream=True))
     for choice in choices:
         same(streamed(events, choice.index)["tokens"], choice.uncertainty["tokens"])
 
