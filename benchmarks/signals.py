@@ -30,7 +30,7 @@ def main() -> int:
     parts = ("check", *(part for part in reading.PARTS if part not in ("decode", "sweep")))
     parser.add_argument("--parts", default=",".join(parts))
     parser.add_argument("--geometries", default=",".join(overhead.KNOWN))
-    parser.add_argument("--methods", default=",".join(reading.METHODS))
+    parser.add_argument("--methods", default=",".join(reading.usual()))
     parser.add_argument("--seconds", type=float, default=450)
     args = parser.parse_args()
     parts, names = args.parts.split(","), args.geometries.split(",")

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 import vmoer
 from vmoer import cli, routers, tasks
+from vmoer.bench import reading
 from vmoer.evaluation.scores import score
 from vmoer.live.attach import routers_of
 from vmoer.models import open_model
@@ -208,3 +209,19 @@ def test_the_methods_of_an_installed_package(tmp_path: Path) -> None:
     assert found.stdout == f"Quiet {[*routers.methods(), 'quiet']}\n".replace(", 'expert-noise'", "")
     line = told("import nothing_of_that_name").stderr.splitlines()[-1]
     assert line.startswith("vmoer.errors.InputError: the method quiet = other_methods:Quiet of an installed package")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the true geometries are measured")
+def test_what_reading_it_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is among the methods measured unasked; `--quick` leaves prefill and generation."""
+    monkeypatch.setattr(transformers.masking_utils, "find_packed_sequence_indices", lambda ids: None)
+    for name, value in {"LARGE": 16, "SMALL": 8, "NEW": 2, "LESS": 0.0}.items():
+        monkeypatch.setattr(reading, name, value)
+    assert "expert-noise" in reading.usual()
+    command("bench", "--reading", "--methods", "expert-noise", "--quick", "--out", tmp_path / "reading.json")
+    rows = json.loads((tmp_path / "reading.json").read_text())["rows"]
+    assert {(row["part"], row["method"], row["mode"]) for row in rows if row["ratio"]} == {
+        (part, "expert-noise", mode) for part in ("prefill", "generate") for mode in ("attached", "recorded")
+    }

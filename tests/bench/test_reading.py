@@ -13,6 +13,7 @@ from vmoer.bench import pairs, reading
 from vmoer.bench.reading_rows import figure, launch_bound, table
 from vmoer.errors import InputError
 from vmoer.live import capturing
+from vmoer.routers import methods
 
 ABOUT = {"geometry": "g", "part": "prefill", "launch": "eager", "tokens": 16384, "batch": 16}
 
@@ -104,6 +105,22 @@ def test_a_run_on_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ("fit", "attached"), ("fit", "fit"), ("predict", "router"), ("predict", "answer"), ("predict", "full"),
     }  # fmt: skip
     assert (tmp_path / "signals.md").read_text() == table(rows)
+
+
+def test_unasked_are_those_with_a_network_and_the_plain_routing() -> None:
+    """Oracle: the paper's variational methods and our low-rank one; any registered method can be asked for."""
+    assert set(reading.usual()) == {"vglr-fc", "vglr-mf", "vglr-lr", "vtsr", "map"}
+    assert set(reading.known()) == set(methods())
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_quick_is_fewer_parts_in_less_time(quick: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(reading, "measure", lambda *args: asked.update(parts=args[3], time=args[6]))
+    monkeypatch.setattr(reading.transformers.masking_utils, "find_packed_sequence_indices", None)
+    reading.run([next(iter(reading.KNOWN))], None, lambda line: None, ["map"], quick=quick)
+    assert set(asked["parts"]) == ({"prefill", "generate"} if quick else set(reading.PARTS))
+    assert asked["time"] == (0.1 if quick else 1.0)
 
 
 def test_the_figure_shades_where_the_plain_model_waits_for_the_host() -> None:

@@ -1,6 +1,6 @@
 """What reading the uncertainty costs: every method attached, and recorded with novelty fitted, against the plain model.
 
-    vmoer bench --reading --out FILE                               every part
+    vmoer bench --reading --out FILE                               every part; --quick: prefill and generation, fewer rounds
     python benchmarks/signals.py --out DIR --seconds 450           checks first, then what there is time for, Granite first;
                                                                    by parts too: a run goes on with the rows that DIR holds
 
@@ -13,7 +13,7 @@ novelty at the default rank. What fails has its reason in its row.
 import functools
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from vmoer.bench.geometries import SMALL as SMALL_GEOMETRIES
 from vmoer.bench.measure import Work
 from vmoer.bench.pairs import Bench, Works, both, clean, compare, peaks
 from vmoer.bench.reading_rows import Row
-from vmoer.bench.subjects import DEVICE, DTYPE, Decode, Prefill, attached, recorded
+from vmoer.bench.subjects import DEVICE, DTYPE, Decode, Prefill, attached, configurations, recorded
 from vmoer.inference import Averaging
 from vmoer.inference.averaging import predict
 from vmoer.live import capturing
@@ -35,8 +35,9 @@ from vmoer.live.fitting import fit
 from vmoer.routers import methods
 
 KNOWN = GEOMETRIES if DEVICE == "cuda" else SMALL_GEOMETRIES
-METHODS = ("vglr-fc", "vglr-mf", "vglr-lr", "vtsr", "map")
+ORDER = ("vglr-fc", "vglr-mf", "vglr-lr", "vtsr")  # the dearest first: parts for one method take the first
 PARTS = ("prefill", "generate", "fit", "predict", "decode", "sweep", "compiled")
+QUICK, LESS = ("prefill", "generate"), 0.1  # parts of a first look, and the share of their time that it takes
 LARGE, SMALL = (16384, 1024) if DEVICE == "cuda" else (512, 64)
 SIZES = (16, 64, 256, 1024, 4096, 16384) if DEVICE == "cuda" else (16, 64, 256)
 NEW = 64 if DEVICE == "cuda" else 4  # tokens generated
@@ -44,9 +45,23 @@ PROMPT = 128 if DEVICE == "cuda" else 8
 PROMPTS, LENGTH = (5000, 64) if DEVICE == "cuda" else (50, 16)  # of fit
 
 
+def known() -> list[str]:
+    """Every registered method that can be attached as it is; the model's own routing last."""
+    return [*by_cost(key for key in methods() if key != "map"), "map"]
+
+
+def usual() -> list[str]:
+    """Those that are measured unasked: every registered method with an inference network, and the model's own routing."""
+    return [key for key in known() if key == "map" or methods()[key]().trains == "network"]
+
+
+def by_cost(keys: Iterable[str]) -> list[str]:
+    return sorted(keys, key=lambda key: ORDER.index(key) if key in ORDER else len(ORDER))
+
+
 def fitted(plain: nn.Module, key: str, layers: list[int]) -> nn.Module:
     """The plain model's weights with the method on them and novelty fitted at its default rank."""
-    config = methods()[key](layers=layers)
+    config = configurations(layers).get(key) or methods()[key](layers=layers)
     model = attached(plain, config) if key != "map" else attach(twin(plain), config).eval().requires_grad_(False)
     ids = Prefill(plain, 4096 if DEVICE == "cuda" else 256).ids
     return fit(model, [{"input_ids": ids}])
@@ -136,7 +151,7 @@ def compiled(bench: Bench, name: str, plain: nn.Module, models: dict[str, nn.Mod
         base()
         first = time.perf_counter() - start
         works: Works = {("eager plain", "plain"): generation(plain, ids)}
-        for key in [k for k in ("vglr-fc", "vglr-mf", "map", "vtsr", "vglr-lr") if k in models]:
+        for key in models:
             if works and bench.left < 2 * first + 30:
                 break
             model = models[key]
@@ -213,7 +228,13 @@ SHARES = {
 
 
 def measure(
-    bench: Bench, name: str, geometry: Geometry, parts: tuple[str, ...], wanted: tuple[str, ...], behind: float = 0.0
+    bench: Bench,
+    name: str,
+    geometry: Geometry,
+    parts: tuple[str, ...],
+    wanted: Sequence[str],
+    behind: float = 0.0,
+    part_of_time: float = 1.0,
 ) -> None:
     """One geometry, where others are to have so many seconds' share of the time behind it."""
     start = time.perf_counter()
@@ -225,7 +246,7 @@ def measure(
             bench.say(f"{name}, {part}: no time left")
             continue
         try:
-            share = SHARES[part]
+            share = part_of_time * SHARES[part]
             if bench.left != float("inf"):
                 share *= (bench.left - 10) / (sum(SHARES[part] for part in parts[number:]) + behind)
             WORK[part](bench, name, plain, models, share)
@@ -242,15 +263,22 @@ def run(
     names: list[str],
     out: Path | None,
     say: Callable[[str], object],
-    wanted: tuple[str, ...] = METHODS,
+    wanted: Sequence[str] = (),
     *,
+    quick: bool = False,
     parts: tuple[str, ...] = PARTS,
     later: tuple[str, ...] = PARTS,
     until: float = float("inf"),
     machine: dict[str, Any] | None = None,
     go_on: bool = False,
 ) -> list[Row]:
-    """Measure until then, `parts` of the first geometry and `later` of the others; `go_on` keeps what the file holds."""
+    """Measure until then, `parts` of the first geometry and `later` of the others; `go_on` keeps what the file holds.
+
+    `quick` measures the parts of a first look alone, and those for a tenth of the time.
+    """
+    wanted = list(wanted) or usual()
+    if quick:
+        parts, later = (tuple(part for part in asked if part in QUICK) for asked in (parts, later))
     # transformers looks for packed rows on the host, which would forbid a graph; there are none here
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
     bench = Bench(out, until, say, machine=machine or {})
@@ -263,7 +291,8 @@ def run(
                 continue
             try:
                 behind = (len(names) - number - 1) * sum(SHARES[part] for part in later)
-                measure(bench, name, KNOWN[name], parts if number == 0 else later, wanted, behind)
+                mine = parts if number == 0 else later
+                measure(bench, name, KNOWN[name], mine, wanted, behind, LESS if quick else 1.0)
             except Exception:
                 traceback.print_exc()
             clean()

@@ -33,8 +33,8 @@ def bench(
     for name in names:
         if name not in overhead.KNOWN:
             raise unknown("geometry", name, overhead.KNOWN, " on this machine")
-    known = list(reading.METHODS) if read else overhead.methods()
-    wanted = list(listed(methods)) or known
+    known = reading.known() if read else overhead.methods()
+    wanted = list(listed(methods)) or (reading.usual() if read else known)
     for name in wanted:
         if name not in known:
             raise unknown("method", name, known, " here")
@@ -43,7 +43,7 @@ def bench(
         print(line, file=sys.stderr, flush=True)
 
     if read:
-        rows = reading.run(names, out, say, tuple(wanted), machine=overhead.machine())
+        rows = reading.run(names, out, say, wanted, quick=quick, machine=overhead.machine())
         print(json.dumps(rows, indent=2) if as_json else table(rows))
         return
     report = overhead.run(names, out, quick, say, wanted)
