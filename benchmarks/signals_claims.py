@@ -1,6 +1,6 @@
 """What reading the uncertainty may cost, line by line, by what benchmarks/signals.py leaves on a GPU: exit code 1 on failure.
 
-python benchmarks/signals_claims.py results/overhead/signals.json
+python benchmarks/signals_claims.py results/signals/prefill.json results/signals/fit.json results/signals/generate.json
 
 Overheads are medians of paired rounds, in percent over the plain model. A line whose rows were not measured is shown with a dash
 and does not hold.
@@ -83,12 +83,14 @@ def table(rows: list[Row], say: Callable[[str], object] = print) -> bool:
 
 
 def main() -> int:
-    if len(sys.argv) != 2 or not Path(sys.argv[1]).is_file():
+    files = [Path(name) for name in sys.argv[1:]]
+    if not files or not all(path.is_file() for path in files):
         print(
-            "usage: python benchmarks/signals_claims.py FILE    (of benchmarks/signals.py, on a GPU)", file=sys.stderr
+            "usage: python benchmarks/signals_claims.py FILE...    (of benchmarks/signals.py, on a GPU)",
+            file=sys.stderr,
         )
         return 2
-    return 0 if table(json.loads(Path(sys.argv[1]).read_text())["rows"]) else 1
+    return 0 if table([row for path in files for row in json.loads(path.read_text())["rows"]]) else 1
 
 
 if __name__ == "__main__":
