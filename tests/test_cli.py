@@ -72,6 +72,19 @@ def fails(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, 
     return code, err.strip()
 
 
+def test_python_runs_the_package_as_the_command() -> None:
+    """Oracle: the same words given to the command's own function: what it prints, and its code."""
+
+    def done(*start: str, words: tuple[str, ...]) -> tuple[int, str, str]:
+        found = subprocess.run([sys.executable, *start, *words], capture_output=True, text=True)
+        return found.returncode, found.stdout, found.stderr
+
+    for words in (("--version",), ("--help",), ("trian",)):
+        package = done("-m", "vmoer", words=words)
+        assert package == done("-c", "from vmoer.cli import main; main()", words=words)
+        assert package[0] == (2 if words == ("trian",) else 0)
+
+
 def test_studies_and_tasks_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: the registries."""
     from vmoer.studies import STUDIES

@@ -78,7 +78,8 @@ def settings(study: Study, asked: Sequence[str]) -> dict[str, Any]:
     }
     if (weights := _weights(study.model)) is not None:
         found[WEIGHTS] = weights
-    more = [study.stage2_data.removeprefix("split:")] if (study.stage2_data or "").startswith("split:") else []
+    kind, _, split_of_stage2 = (study.stage2_data or "").partition(":")
+    more = [split_of_stage2] if kind == "split" else []
     for task in asked:
         for split in ("train", "validation", "test", *more):
             found |= _rows(f"{task} {split}", partial(tasks.load, task, split, data_root=study.data_root))
