@@ -56,7 +56,8 @@ class Laplace(GaussianConfig):
         layers: Indices of the decoder layers to attach to, or "all".
         seed: Decides the method's noise and, where it has a network, its initial weights.
         beta: Not used: nothing is trained.
-        prior_scale: Scale s of the logits' standard deviation, s sqrt(u' A^-1 u).
+        prior_scale: Scale s of the logits' standard deviation, s sqrt(u' A^-1 u). 1 here, 0.5 under the command line's preset
+            "default".
         samples: Points that are averaged at inference (the paper's S).
         sampling: "fixed" (one set of Sobol points for all tokens), "mc" (fresh noise, the paper's), "delta" (a second-order
             expansion without points), "delta-cv" (the expansion as a control variate for the points).

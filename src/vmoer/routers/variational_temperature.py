@@ -135,8 +135,9 @@ class VariationalTemperature(Config):
         t_max: Largest temperature, above 1.
         regulariser: "neg_log_t" (the paper's), "entropy" (the KL to uniform experts) or "lognormal" (a prior on T).
         prior_sd: Standard deviation of log T under the lognormal prior.
-        prior_mean: T at the start, and the median of the lognormal prior.
-        weights: Whether the experts' weights come from the "scaled" logits l / T (the paper's) or from the model's "own".
+        prior_mean: T at the start, and the median of the lognormal prior. 1 here, 0.15 under the command line's preset "default".
+        weights: Whether the experts' weights come from the "scaled" logits l / T (the paper's, and the default here) or from the
+            model's "own" (under the preset "default").
         sampling: "fixed" (noise is a function of seed, layer and position) or "mc" (fresh noise on every call).
 
     Presets. The paper chose beta for each data set from {0.05, 0.1} and does not say which: 0.05, and `search` for the rest.
