@@ -113,6 +113,15 @@ def test_an_import_becomes_an_arrow(tmp_path: Path) -> None:
     assert picture["implied"](found) == {("top", "low")}
 
 
+def test_the_readmes_loop_calibrates_before_it_says_a_confidence() -> None:
+    """The run is made, calibrated, scored and asked, in this order; tests/test_shell_lines.py runs the lines."""
+    (block,) = re.findall(r"## Did it help\?\n\n```sh\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    words = [line.split() for line in block.splitlines()]
+    assert [line[:2] for line in words] == [["vmoer", name] for name in ("train", "calibrate", "eval", "ask")]
+    made = words[0][words[0].index("--out") + 1]
+    assert [line[2] for line in words[1:]] == [made] * 3
+
+
 def test_every_command_of_the_readme_exists() -> None:
     from vmoer.cli import COMMANDS
 
