@@ -16,12 +16,27 @@ import venv
 from pathlib import Path
 
 import pytest
+import tiny
+
+import vmoer
+from vmoer.cli import COMMANDS
+from vmoer.training.lora import add_lora
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 OPTIONAL = ("peft", "pyarrow", "matplotlib", "datasets", "rich", "typer")
 NEEDED = {"train": "train", "eval": "eval", "study": "all", "report": "all", "calibrate": "eval", "threshold": "eval"}
 NEEDED |= {"sensitivity": "report", "demo": "all"}
+OTHERS = {
+    "info demo": (0, "GraniteMoe"),
+    "ask demo why? --choice a --choice b": (0, "A. a: "),
+    "bench --methods vglr-fcc": (2, "did you mean vglr-fc"),  # all that it needs is there
+    "merge {run} --out merged": (2, r"LoRA adapters need peft: pip install 'vmoer\[train\]'"),
+    "ask demo why? --router {run}": (2, r"LoRA adapters need peft: pip install 'vmoer\[train\]'"),
+    "serve demo --router {run}": (2, r"vmoer serve needs vLLM: pip install 'vmoer\[vllm\]'"),
+    "lm-eval --help": (2, r"vmoer lm-eval needs lm-eval: pip install 'vmoer\[lm-eval\]'"),
+}
+"""Commands that need no extra, or only for some of what they are given: exit code, and what they say."""
 
 pytestmark = [
     pytest.mark.slow,
@@ -69,7 +84,7 @@ def test_without_extras_each_command_says_what_to_install(wheel: Path, tmp_path:
     code, out, err = say(bare / "vmoer", "--version")
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert err.endswith("pip install 'vmoer[cli]'\n")
-    parser = environment(tmp_path / "parser", wheel, OPTIONAL[:4])
+    parser = environment(tmp_path / "parser", wheel, (*OPTIONAL[:4], "lm_eval"))
     assert say(parser / "vmoer", "--version") == (0, f"vmoer {PROJECT['version']}\n", "")
     for command, extra in NEEDED.items():
         code, out, err = say(parser / "vmoer", command, "demo", "--task", "demo", "--out", "out")
@@ -78,7 +93,13 @@ def test_without_extras_each_command_says_what_to_install(wheel: Path, tmp_path:
         missing = err.partition(" needs ")[2].partition(":")[0].split(" and ")
         given = " ".join(PROJECT["optional-dependencies"][extra])
         assert extra == "all" or all(name in given for name in missing)
-    assert not (parser / "out").exists()
+    run = vmoer.save(vmoer.attach(add_lora(tiny.model("granitemoe")), vmoer.MeanField()), tmp_path / "run")
+    for line, (wanted, says) in OTHERS.items():
+        code, out, err = say(parser / "vmoer", *(word.format(run=run) for word in line.split()))
+        assert (code, err.count("\n")) == (wanted, int(wanted == 2)), (line, err)
+        assert re.search(says, out + err), (line, out, err)
+    assert {*NEEDED, *(line.split()[0] for line in OTHERS)} == {*COMMANDS}
+    assert not {path.name for path in parser.iterdir()} & {"out", "merged"}
 
 
 def test_with_everything_the_readmes_lines_print_what_is_printed(wheel: Path, tmp_path: Path) -> None:
