@@ -384,7 +384,7 @@ def test_usage_errors_are_one_line(capsys: pytest.CaptureFixture[str], tiny: Pat
     code, line = fails(capsys, "repot")
     assert code == 2
     assert line.startswith("unknown command 'repot'; did you mean report? (known: demo, info, ")
-    assert fails(capsys, "eval", tiny)[0] == 2
+    assert fails(capsys, "eval", tiny) == (2, "Missing option '--task'; see vmoer eval --help")
     assert fails(capsys, "info", "no/such-model")[0] == 2
 
 

@@ -6,6 +6,7 @@ processor time counts from the start of Python.
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -134,6 +135,7 @@ def test_a_mistake_is_one_line_that_names_the_fix(typed: str, place: Path, limit
     assert MISTAKES[typed].replace("{dir}", str(place)) in done.stderr
     assert done.stderr.count("\n") == 1
     assert "VMOER_DEBUG" not in done.stderr  # nothing that was not foreseen
+    assert not re.search(r"\. \(|\) \(", done.stderr)  # a hint that is stuck behind another's end
     if not any(word in typed for word in LATER.get(words[0], ())):
         assert heavy == "False"
         assert float(seconds) < limit

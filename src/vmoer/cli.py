@@ -190,7 +190,8 @@ def _explain(error: Exception) -> tuple[str, int]:
     if isinstance(error, RunError):
         return str(error), 1
     if hasattr(error, "format_message"):  # a wrong option or argument
-        return f"{error.format_message()} (see vmoer --help)", 2
+        asked = getattr(getattr(error, "ctx", None), "command_path", "vmoer")
+        return f"{error.format_message().rstrip('.')}; see {asked} --help", 2
     if isinstance(error, OSError) and error.errno in _NO_WRITING:
         return of_files(error), 1
     first = next(iter(str(error).strip().splitlines()), "")

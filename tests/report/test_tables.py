@@ -115,3 +115,13 @@ def test_a_narrow_terminal_gets_the_columns_below_each_other():
     assert all(text.count(f"score {i}") == 1 for i in range(8))
     assert text.count("[1.000, 2.000]") == 8
     assert text.count("vglr-fc+full+ts0") == text.count("method") > 1
+
+
+def test_a_narrow_terminal_folds_no_cell_of_a_table_that_is_all_text():
+    """Oracle: `vmoer info`'s table, written here: each text stands whole on a line, and each block says of which layers."""
+    columns = ["layers", "router", "class", "scoring", "attach"]
+    texts = ["0-7", "model.layers.N.block_sparse_moe.router", "GraniteMoeTopKRouter", "softmax, normalised", "yes"]
+    text = to_terminal(Table("", "a title", columns, [list(map(Entry, texts))], labels=5), 80)
+    assert max(map(len, text.splitlines())) <= 80
+    assert all(text.count(one) == 1 for one in texts[1:])
+    assert text.count("layers ") == text.count("0-7") > 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import sys
 import warnings
 from pathlib import Path
@@ -132,7 +133,8 @@ def _show(rows: list[dict[str, Any]], out: Path, run: dict[str, Any]) -> None:
     found = summaries.settings(rows)
     print_tables([summaries.calibration_table(scored) for scored in found])
     print_tables([summaries.detection_table(scored) for scored in found if scored.setting.shifted])
-    print(f"{out / 'predictions.parquet'}, {out / 'metrics.json'}; all tables and figures: vmoer report {out}")
+    print(f"{out / 'predictions.parquet'}, {out / 'metrics.json'}; all tables and figures?")
+    print(shlex.join(["vmoer", "report", str(out)]))
     if _unequal(run):
         sentence("The routers were trained on questions that the plain model never saw: no comparison at equal data.")
     if said := verdict(rows):

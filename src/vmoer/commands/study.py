@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -127,7 +128,7 @@ def _run(name: str, asked: Study, **how: Any) -> None:
 
     with locked(asked.out), waiting(f"study {name}") as bars:
         failed = run_study(name, asked, say=bars.print, **how).failed
-    print(f"{asked.out / 'metrics.json'}; tables and figures: vmoer report {asked.out}")
+    print(f"{asked.out / 'metrics.json'}; tables and figures?\n{shlex.join(['vmoer', 'report', str(asked.out)])}")
     raise_failures(failed)
 
 

@@ -1,6 +1,7 @@
 """`vmoer threshold DIR --risk R`: when to abstain, chosen on validation and held against test."""
 
 import json
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -52,7 +53,7 @@ def threshold(
         print(json.dumps(chosen, indent=2))
         return
     _show(chosen)
-    print(f'{path}; next: vmoer ask MODEL --router RUN "question" --abstain-above {path}')
+    print(f'{path}; to ask with it:\nvmoer ask MODEL --router RUN "question" --abstain-above {shlex.quote(str(path))}')
 
 
 def _show(chosen: dict[str, Any]) -> None:

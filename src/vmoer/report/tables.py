@@ -73,16 +73,19 @@ def to_terminal(table: Table, width: int | None = None, colour: bool = False) ->
 
 
 def _side_by_side(table: Table, width: int) -> list[list[int]]:
-    """The numbers of the columns in each block of a table, as many as fit without being folded."""
+    """The numbers of the columns in each block of a table, as many as fit without being folded. Where its labels alone do not
+    fit, the first of them stands before each block."""
 
     def wide(i: int) -> int:
         cells = [row[i] for row in table.rows]
         return 3 + max(len(table.columns[i]), *(max(len(c.text) + c.best, len(c.detail)) for c in cells), 0)
 
     labels = [*range(table.labels)]
+    if sum(map(wide, labels)) + 2 > width:
+        labels = labels[:1]
     blocks, left = [[*labels]], width - sum(map(wide, labels)) - 2
     room = left
-    for i in range(table.labels, len(table.columns)):
+    for i in range(len(labels), len(table.columns)):
         if wide(i) > room and len(blocks[-1]) > len(labels):
             blocks.append([*labels])
             room = left
