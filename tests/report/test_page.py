@@ -165,31 +165,85 @@ def test_bad_metrics(tmp_path, text):
     assert not (tmp_path / "report").exists()
 
 
+MEASURE = """
+const page = document.getElementById("screen").contentDocument, view = document.getElementById("screen").contentWindow;
+for (const one of page.querySelectorAll("details")) one.open = true;
+if (PRINTED) for (const rule of page.styleSheets[0].cssRules)
+  if (rule.media && rule.media.mediaText == "print") rule.media.mediaText = "all";
+const drawn = [...page.querySelectorAll("svg")].filter(svg => svg.getBoundingClientRect().height > 50);
+const wide = [...page.querySelectorAll(".scroll")].filter(box => box.scrollWidth > box.clientWidth);
+const colours = ["body", "h1", "td", "td small", "th", "a", "summary", ".verdict"].map(one => page.querySelector(one))
+  .filter(one => one).map(one => view.getComputedStyle(one).color);
+document.title = JSON.stringify([page.documentElement.scrollWidth, drawn.length, wide.length,
+  view.getComputedStyle(page.body).backgroundColor, colours]);
+"""
+
+
+def measured(page: Path, folder: Path, width: int, dark: bool, printed: bool = False) -> list[Any]:
+    """Of the page with everything unfolded: its width, figures drawn, tables that scroll, and colours. The console is silent."""
+    # Headless windows have a least width above 390 px, so the screen is a frame.
+    wrapper = folder / "screen.html"
+    script = MEASURE.replace("PRINTED", str(printed).lower())
+    frame = f'<iframe id="screen" width="{width}" height="800" style="border:0" src="{page.as_uri()}"></iframe>'
+    wrapper.write_text(f'{frame}<script>document.getElementById("screen").onload = () => {{{script}}};</script>')
+    command = [str(CHROMIUM), *FLAGS, f"--user-data-dir={folder / 'profile'}", "--virtual-time-budget=5000"]
+    command += ["--window-size=1400,900", f"--blink-settings=preferredColorScheme={int(not dark)}"]
+    done = subprocess.run([*command, "--dump-dom", wrapper.as_uri()], capture_output=True, text=True, timeout=120)
+    found = re.search(r"<title>(\[.*\])</title>", done.stdout)
+    assert found, done.stderr
+    assert "CONSOLE" not in done.stderr
+    return list(json.loads(html.unescape(found[1])))
+
+
+def luminance(colour: str) -> float:
+    """Of WCAG 2, from what a browser says."""
+    shares = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
+    linear = (x / 12.92 if x <= 0.03928 else ((x + 0.055) / 1.055) ** 2.4 for x in shares)
+    return sum(weight * x for weight, x in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
-def test_in_chromium(written, tmp_path):
-    """On a phone's 390 px nothing scrolls sideways but the tables; no message on the console; every figure is drawn."""
-    # Headless windows have a least width above 390 px, so the phone is a frame.
-    wrapper = tmp_path / "phone.html"
-    wrapper.write_text(
-        f'<iframe id="phone" width="390" height="800" style="border:0" src="{written.as_uri()}"></iframe><script>'
-        'document.getElementById("phone").onload = event => {'
-        "  const page = event.target.contentDocument;"
-        '  for (const one of page.querySelectorAll("details")) one.open = true;'
-        '  const drawn = [...page.querySelectorAll("svg")].filter(svg => svg.getBoundingClientRect().height > 100);'
-        '  const wide = [...page.querySelectorAll(".scroll")].filter(box => box.scrollWidth > box.clientWidth);'
-        "  document.title = [page.documentElement.scrollWidth, drawn.length, wide.length].join();"
-        "};</script>"
-    )
-    command = [str(CHROMIUM), *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=5000"]
-    done = subprocess.run([*command, "--dump-dom", wrapper.as_uri()], capture_output=True, text=True, timeout=120)
-    found = re.search(r"<title>(\d+),(\d+),(\d+)</title>", done.stdout)
-    assert found, done.stderr
-    width, drawn, wide = map(int, found.groups())
-    assert width <= 390
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [390, 1280])
+def test_in_chromium(written, tmp_path, width, dark):
+    """Nothing scrolls sideways but a phone's tables; every figure is drawn; all text has the contrast that WCAG asks for, 4.5."""
+    wide, drawn, scrolling, ground, colours = measured(written, tmp_path, width, dark)
+    assert wide <= width
     assert drawn == written.read_text().count("<svg")
-    assert wide > 0
-    assert "CONSOLE" not in done.stderr
+    assert (scrolling > 0) == (width == 390)
+    assert (luminance(ground) < 0.05) == dark
+    for colour in colours:
+        low, high = sorted((luminance(ground), luminance(colour)))
+        assert (high + 0.05) / (low + 0.05) >= 4.5, colour
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+def test_on_paper(written, tmp_path):
+    """A4 less its margins is 703 px wide: nothing is cut off there, and it is black on white on a dark screen too."""
+    wide, drawn, scrolling, ground, colours = measured(written, tmp_path, 703, dark=True, printed=True)
+    assert wide <= 703
+    assert drawn == written.read_text().count("<svg")
+    assert scrolling == 0
+    assert ground == "rgb(255, 255, 255)"
+    assert colours[0] == "rgb(0, 0, 0)"
+    out = tmp_path / "page.pdf"
+    command = [
+        str(CHROMIUM),
+        *FLAGS,
+        f"--user-data-dir={tmp_path / 'profile'}",
+        f"--print-to-pdf={out}",
+        written.as_uri(),
+    ]
+    subprocess.run(command, capture_output=True, check=True, timeout=120)
+    assert out.read_bytes().startswith(b"%PDF")
+
+
+@pytest.mark.slow
+def test_the_page_of_the_largest_study_is_below_two_megabytes(tmp_path):
+    folder = shutil.copytree(Path(__file__).parents[2] / "results" / "smolmoe", tmp_path / "smolmoe")
+    assert report(folder).page.stat().st_size < 2e6
 
 
 def hostile(folder, names):
