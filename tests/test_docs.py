@@ -122,6 +122,24 @@ def test_the_readmes_loop_calibrates_before_it_says_a_confidence() -> None:
     assert [line[2] for line in words[1:]] == [made] * 3
 
 
+def test_the_bibtex_of_the_readme_is_that_of_the_citation_file() -> None:
+    """Oracle: CITATION.cff, read as YAML."""
+    yaml = pytest.importorskip("yaml")
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    (paper,) = cited["references"]
+    (block,) = re.findall(r"```bibtex\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    ours, library = (dict(re.findall(r"(\w+) +?= \{(.*)\}", entry)) for entry in block.split("\n\n"))
+    people = " and ".join(f"{one['family-names']}, {one['given-names']}" for one in paper["authors"])
+    assert ours == {"title": paper["title"], "author": people, "year": str(paper["year"])}
+    assert library == {
+        "title": cited["title"],
+        "author": f"{{{cited['authors'][0]['name']}}}",
+        "version": cited["version"],
+        "year": str(cited["date-released"])[:4],
+        "url": cited["repository-code"],
+    }
+
+
 def test_every_command_of_the_readme_exists() -> None:
     from vmoer.cli import COMMANDS
 

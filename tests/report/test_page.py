@@ -19,7 +19,7 @@ from vmoer.errors import InputError
 from vmoer.report import Section, page, read, report
 
 VOID = {"meta", "link", "br", "path", "use", "rect"}
-CHROMIUM = shutil.which("chromium")
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 FLAGS = [
     "--headless",
     "--no-sandbox",
