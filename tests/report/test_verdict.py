@@ -77,3 +77,15 @@ def test_the_numbers_are_those_of_a_paired_bootstrap(results: Path):
     drawn = [np.random.default_rng(i).choice(difference, len(difference)).mean() for i in range(2000)]
     assert abs(found[0] - difference.mean()) < 6e-4
     np.testing.assert_allclose(found[1:], np.quantile(drawn, [0.025, 0.975]), atol=0.012)
+
+
+def test_a_notebook_shows_what_was_counted_with_nothing_taken_for_markup():
+    """Oracle: the rows written here, whose names are hostile. Sorted by name, not by what gained most."""
+    found = verdict(answered(("b<script>", -0.1, -0.2, -0.05), ("a&b", 0.1, 0.05, 0.2)))
+    assert found is not None
+    shown = found._repr_html_()
+    assert "<script>" not in shown
+    assert f"<caption>{found}</caption>" in shown
+    cells = re.findall(r"<td>(.*?)</td>", shown)
+    assert cells[1:4] == ["a&amp;b", "0.100 [0.050, 0.200]", "worse"]
+    assert cells[5:] == ["b&lt;script&gt;", "-0.100 [-0.200, -0.050]", "better"]

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from vmoer.evaluation.scores import Row
+from vmoer.live import html
 from vmoer.report import summaries
 from vmoer.report.summaries import Scores
 
@@ -21,7 +22,18 @@ class Compared(NamedTuple):
     word: str
 
 
-def verdict(rows: Sequence[Row]) -> str | None:
+class Verdict(str):
+    """The sentence. In a notebook a table of what it counts stands below it, sorted by name: the best of many is no finding."""
+
+    compared: Sequence[tuple[str, Compared]] = ()
+    """Where, and what was compared there."""
+
+    def _repr_html_(self) -> str:
+        rows = sorted((where, one.method, one.difference, _WORDS[one.word]) for where, one in self.compared)
+        return html.table(("task", "method", "NLL less the base's", "that is"), rows, self)
+
+
+def verdict(rows: Sequence[Row]) -> Verdict | None:
     """ "Against the plain model with a temperature: NLL -0.012 [-0.020, -0.004] over 500 questions: better."
 
     The interval is that of the rows: 95%, by a bootstrap over questions that takes the same ones for both. Each method has
@@ -33,7 +45,7 @@ def verdict(rows: Sequence[Row]) -> str | None:
         rows: Of `metrics.json`.
 
     Returns:
-        The sentence; None where nothing can be compared.
+        The sentence, which a notebook shows with its table; None where nothing can be compared.
     """
     settings = [scores for scores in summaries.settings(rows) if not scores.setting.shifted]
     for base in BASES:
@@ -41,7 +53,7 @@ def verdict(rows: Sequence[Row]) -> str | None:
         found = {where: compared for where, compared in found.items() if compared}
         if found:
             sizes = dict.fromkeys(scores.size() for scores in settings if str(scores.setting) in found)
-            return _sentence(BASES[base], found, next(iter(sizes)) if len(sizes) == 1 else "")
+            return _verdict(BASES[base], found, next(iter(sizes)) if len(sizes) == 1 else "")
     return None
 
 
@@ -67,15 +79,20 @@ def _methods(scores: Scores, base: str) -> list[str]:
     return [name + suffix if name + suffix in scores.methods else name for name in plain]
 
 
-def _sentence(base: str, found: dict[str, list[Compared]], size: str) -> str:
+def _verdict(base: str, found: dict[str, list[Compared]], size: str) -> Verdict:
     compared = [(where, one) for where, ones in found.items() for one in ones]
+    said = Verdict(_sentence(base, compared, size, "comparisons" if len(found) > 1 else "methods"))
+    said.compared = compared
+    return said
+
+
+def _sentence(base: str, compared: Sequence[tuple[str, Compared]], size: str, what: str) -> str:
     over = f" over {size}" if size else ""
     if len(compared) == 1:
         _, first = compared[0]
         help_ = " a temperature gives" if first.method == "map+ts" else ""
         return f"Against {base}{help_}: NLL {first.difference}{over}: {_WORDS[first.word]}."
     counts = {word: sum(one.word == word for _, one in compared) for word in _WORDS}
-    what = "comparisons" if len(found) > 1 else "methods"
     said = [f"{counts['better']} of {len(compared)} {what} better", f"{counts['worse']} worse"]
     said.append(f"{counts['within noise']} without a difference beyond noise")
     return f"Against {base}, by NLL{over}: {', '.join(said)}."
