@@ -340,3 +340,37 @@ def test_a_seed_is_computed_packed_and_reported_at_equal_data(
     assert lines["vglr-mf@permuted below map-all, home"] in (True, False)
     assert lines["map-ens5 below map-all, home"] is None
     assert registered.adjusted([Estimate(0.0, np.zeros(50)), Estimate(-1.0, np.linspace(-2, 0, 50))])[2][0] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*the paper takes .* rows, there are")
+def test_the_labels_beside_the_equal_ones_are_computed_and_described(
+    place: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Oracle: REGISTERED.md. Ensembles of five, adapters over as many samples as others take passes, 35 passes as printed."""
+    monkeypatch.setattr(equal, "PRINTED_ON", ("sciq",))
+    monkeypatch.setattr(labels, "PRINTED_ON", ("sciq",))
+    monkeypatch.setattr(
+        equal, "PRINTED", {head: equal.PRINTED[head] for head in ("map@printed", "vglr-mf@printed-best")}
+    )
+    monkeypatch.setattr(labels, "PRINTED", equal.PRINTED)
+    monkeypatch.setattr(equal, "ASKED", dict.fromkeys(("map-all", "map-all.1", "map-all.2"), ("",)))
+    for module in (equal, registered):
+        monkeypatch.setattr(module, "HOMES", ("sciq",))
+    parts = ("equal", "ensembles", "printed", "adapters")
+    asked = arguments(place, tmp_path / "out", "--only", *parts, "--seeds", "0", "--pack", str(tmp_path / "pack"))
+    assert example.main(asked) == 0
+    there = str(tmp_path / "there")
+    assert example.main(["--registered", "--out", there, "--unpack", str(tmp_path / "pack"), "--report"]) == 0
+    results = tmp_path / "there" / "results"
+    passes = {method: meta["passes"] for (_, method, _), meta in registered.metas(results).items()}
+    assert passes["map-ens5"] == 5
+    assert {passes[label] for label in equal.ADAPTERS} == {4}
+    assert passes["vglr-mf@printed-best+full35"] == 35
+    assert passes["vglr-mf@printed-best"] == 1
+    capsys.readouterr()
+    monkeypatch.setattr(sys, "argv", ["labels.py", str(results)])
+    assert labels.main() == 0
+    out = capsys.readouterr().out
+    for label in (*equal.ADAPTERS, "map-ens5", "vglr-mf@printed-best+full35"):
+        assert f"| {label} |" in out
