@@ -4,6 +4,7 @@ import csv
 import html
 import json
 import math
+import os
 import re
 import shutil
 import subprocess
@@ -20,6 +21,9 @@ from vmoer.report import Section, page, read, report
 
 VOID = {"meta", "link", "br", "path", "use", "rect"}
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+needs_browser = pytest.mark.skipif(
+    CHROMIUM is None and os.environ.get("VMOER_TEST_BROWSER") != "required", reason="chromium is not installed"
+)
 FLAGS = [
     "--headless",
     "--no-sandbox",
@@ -203,7 +207,7 @@ def luminance(colour: str) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+@needs_browser
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("width", [390, 1280])
 def test_in_chromium(written, tmp_path, width, dark):
@@ -219,7 +223,7 @@ def test_in_chromium(written, tmp_path, width, dark):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+@needs_browser
 def test_on_paper(written, tmp_path):
     """A4 less its margins is 703 px wide: nothing is cut off there, and it is black on white on a dark screen too."""
     wide, drawn, scrolling, ground, colours = measured(written, tmp_path, 703, dark=True, printed=True)
