@@ -44,7 +44,7 @@ def run_folder(folder: Path) -> Path:
     (folder / "map-s0").mkdir()
     (folder / "map-s0" / "predictions.parquet").write_bytes(b"not of a task")
     row: dict[str, object] = dict.fromkeys(("model", "task", "split", "method", "seed", "signal", "low", "high"))
-    (folder / "metrics.json").write_text(json.dumps([row | {"metric": "nll", "value": 1.25}]))
+    (folder / "metrics.json").write_text(json.dumps([row | {"method": "map", "metric": "nll", "value": 1.25}]))
     (folder / "report").mkdir()
     (folder / "report" / "tables.md").write_text("### A table\n")
     (folder / "report" / "index.html").write_text("a page")

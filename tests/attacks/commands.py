@@ -375,13 +375,20 @@ def stopped_study(words: list[str], where: Path, number: signal.Signals, least: 
     found = psutil.Process(running.pid)
     while running.poll() is None and not list(where.glob("out/runs/*/*")):
         time.sleep(0.05)
-    while running.poll() is None and least > 1 and len(busy(found)) < least:
+    wanted = max(least if least > 1 else 0, int(number == signal.SIGKILL))
+    while running.poll() is None and len(busy(found)) < wanted:
         time.sleep(0.05)
     family = found.children(recursive=True)
     told, kept = time.monotonic(), len(list(where.glob("out/cells/*.json")))
     told_to = {"command": f"study {' '.join(words[-2 - 2 * ('ray' in words) :])}", "how": number.name}
     if number == signal.SIGKILL:
-        busy(found)[-1].kill()
+        mine = busy(found)
+        if not mine:
+            return told_to | {
+                "outcome": "raw",
+                "said": f"it ended before a worker could be killed: {running.communicate()[0]}",
+            }
+        mine[-1].kill()
         said = running.communicate()[0]
         good = running.returncode == 0 and "tried once more" in said
         return told_to | {"outcome": "tried again" if good else "raw", "said": said.splitlines()[-1]}

@@ -167,7 +167,7 @@ def test_nothing_is_started_that_would_not_end_in_time(tmp_path: Path) -> None:
 
 def test_cells_share_the_memory_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """100 GB and three processes: never more at one time than there is, but one cell always runs."""
-    monkeypatch.setattr(_processes, "_gpu_gb", lambda: 100.0)
+    monkeypatch.setattr(_processes, "gpu_gb", lambda: 100.0)
     pool = _processes._Processes(3, tmp_path)
     running: list[Any] = []
     pool.all = running
