@@ -110,7 +110,9 @@ def in_tasks(given: argparse.Namespace) -> Rows:
 
 
 def cost(given: argparse.Namespace) -> Rows:
-    found = told(threads.__file__, "cost", "--passes", given.passes * 9)  # what is asked about is a hundredth: 3,000 say less
+    found = told(
+        threads.__file__, "cost", "--passes", given.passes * 9
+    )  # what is asked about is a hundredth: 3,000 say less
     for row in found:
         row["over 1%"] = int(row["high"] > 1.01)
         row |= {name: round(row[name], 4) for name in ("ratio", "low", "high", "milliseconds")}
