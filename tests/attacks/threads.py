@@ -14,6 +14,7 @@ The oracle is the same work alone. A line of JSON is printed for each method.
 import argparse
 import asyncio
 import json
+import random
 import sys
 import threading
 import time
@@ -175,9 +176,11 @@ def cost(method: str, passes: int) -> dict[str, Any]:
 
     for _ in range(20):
         milliseconds(kinds[0]), milliseconds(kinds[1])
-    pairs = [
-        [milliseconds(kind) for kind in kinds[:: 1 if i % 2 else -1]][:: 1 if i % 2 else -1] for i in range(passes)
-    ]
+    rng = random.Random(
+        0
+    )  # garbage is collected after a fixed count of allocations: a fixed order would fall into step with it
+    steps = [rng.choice((1, -1)) for _ in range(passes)]
+    pairs = [[milliseconds(kind) for kind in kinds[::step]][::step] for step in steps]
     found, without = np.array(pairs).T
     ratios, middle, reach = np.sort(found / without), passes / 2, 0.98 * passes**0.5
     return {
