@@ -30,7 +30,7 @@ from transformers import (
 )
 from transformers.activations import ACT2FN
 
-from vmoer.errors import InputError, short
+from vmoer.errors import InputError, first_line, is_number, short
 from vmoer.files import read_json
 
 MODEL_TYPE = "deepseek"
@@ -105,7 +105,7 @@ def _check_settings(found: Mapping[str, Any]) -> None:
         )
 
     for name in (*_SIZES, *_EXPERTS):
-        if not _whole(found.get(name)):
+        if not is_number(found.get(name), whole=True):
             raise InputError(f"config.json of a deepseek model has no number {name!r}")
         if found[name] < 1:
             refuse(name, "at least 1")
@@ -113,7 +113,7 @@ def _check_settings(found: Mapping[str, Any]) -> None:
         if found.get(name, value) != value:
             raise InputError(f"a deepseek model with {name} = {found[name]!r} cannot be opened: only {value!r} can")
     for name, least in (("first_k_dense_replace", 0), ("moe_layer_freq", 1), ("num_key_value_heads", 1)):
-        if name in found and not (_whole(found[name]) and found[name] >= least):
+        if name in found and not (is_number(found[name], whole=True) and found[name] >= least):
             refuse(name, f"a whole number of at least {least}")
     heads = found["num_attention_heads"]
     if found["hidden_size"] % heads:
@@ -123,15 +123,11 @@ def _check_settings(found: Mapping[str, Any]) -> None:
     if found["num_experts_per_tok"] > found["n_routed_experts"]:
         refuse("num_experts_per_tok", f"at most n_routed_experts = {found['n_routed_experts']}")
     theta = found.get("rope_theta", 10000.0)
-    if isinstance(theta, bool) or not isinstance(theta, int | float) or not 0 < theta < math.inf:
+    if not is_number(theta) or theta <= 0:
         refuse("rope_theta", "a positive number")
     act = found.get("hidden_act", "silu")
     if not isinstance(act, str) or act not in ACT2FN:
         refuse("hidden_act", "an activation that transformers knows")
-
-
-def _whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 @contextmanager
@@ -142,8 +138,7 @@ def _named(file: str) -> Iterator[None]:
     except InputError:
         raise
     except Exception as error:
-        line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise InputError(f"{file} cannot be read: {line}") from None
+        raise InputError(f"{file} cannot be read: {first_line(error)}") from None
 
 
 def shapes(config: Any) -> dict[str, tuple[int, ...]]:

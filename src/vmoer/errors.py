@@ -45,6 +45,11 @@ def of_files(error: OSError) -> str:
     return f"{where}{error.strerror or error}{more}"
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or its class where the message is empty."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
 def short(value: object) -> str:
     """A value as an error quotes it: whoever wrote a file may have written anything into it."""
     text = repr(value)

@@ -46,9 +46,8 @@ def mutated(given: argparse.Namespace) -> Rows:
     with tempfile.TemporaryDirectory() as place:
         target = Target(make_run(Path(place) / "run"), Path(place) / "copy")
         folders.run(target, folders.flips(target), table, said)
-        share = (
-            given.cases // 14 + 1
-        )  # eight files are torn, five rewritten, two get other tensors; a few stay as they were
+        # eight files are torn, five rewritten, two get other tensors; a few stay as they were
+        share = given.cases // 14 + 1
         for kind in (folders.torn, folders.rewritten, folders.retensored):
             folders.run(target, islice(kind(target, share, given.seed), None), table, said)
     table["all"] = sum(table.values(), Outcomes())
@@ -110,9 +109,7 @@ def in_tasks(given: argparse.Namespace) -> Rows:
 
 
 def cost(given: argparse.Namespace) -> Rows:
-    found = told(
-        threads.__file__, "cost", "--passes", given.passes * 9
-    )  # what is asked about is a hundredth: 3,000 say less
+    found = told(threads.__file__, "cost", "--passes", given.passes * 9)
     for row in found:
         row["over 1%"] = int(row["high"] > 1.01)
         row |= {name: round(row[name], 4) for name in ("ratio", "low", "high", "milliseconds")}

@@ -176,9 +176,8 @@ def cost(method: str, passes: int) -> dict[str, Any]:
 
     for _ in range(20):
         milliseconds(kinds[0]), milliseconds(kinds[1])
-    rng = random.Random(
-        0
-    )  # garbage is collected after a fixed count of allocations: a fixed order would fall into step with it
+    # garbage is collected after a fixed count of allocations: pairs in turn would fall into step with it
+    rng = random.Random(0)
     steps = [rng.choice((1, -1)) for _ in range(passes)]
     pairs = [[milliseconds(kind) for kind in kinds[::step]][::step] for step in steps]
     found, without = np.array(pairs).T

@@ -33,9 +33,8 @@ def threshold(
     """Choose when to abstain: the threshold on validation for a wanted risk, its coverage and risk on test."""
     if not folder.is_dir():
         raise InputError(f"{folder}: no such folder")
-    if (
-        not manifest.complete(folder) and not (folder / predictions.TEXTS).exists()
-    ):  # a run may have answered nothing yet
+    run, texts = manifest.complete(folder), (folder / predictions.TEXTS).exists()
+    if not run and not texts:  # a run may have answered nothing yet
         predictions.files(folder)
     from vmoer.evaluation.threshold import FILE, answer_run, choose, read_source, unanswered, write_threshold
 

@@ -162,8 +162,10 @@ def overview(found: Sequence[Setting]) -> list[Figure]:
         for label in labels.shown({label for s in tasks.values() for label in s.methods}, base or "")
     }
     if lines := {label: row for label, row in lines.items() if row}:
+        more = len({label for s in tasks.values() for label in s.methods} - {base}) > len(lines)
+        which = f"Labels are the first {len(lines)}" if more else "Labels are"
         about = (
-            f"Methods against {base} on NLL: left is better, hollow includes zero. Labels are in a "
+            f"Methods against {base} on NLL: left is better, hollow includes zero. {which} in a "
             "fixed order, not the best; nothing is adjusted for their number."
         )
         made.append(figures.forest("overview-methods", lines, about, f"NLL less that of {base}"))
@@ -234,13 +236,7 @@ def report(directory: Path) -> Report:
         made = [*sections(found), *studies.sections(rows), *overhead.sections(directory, rows)]
     except InputError:
         raise
-    except (
-        KeyError,
-        IndexError,
-        TypeError,
-        ValueError,
-        AttributeError,
-    ) as error:  # rows that some study needs are not there
+    except (LookupError, TypeError, ValueError, AttributeError) as error:  # rows that some study needs are not there
         path = directory / "metrics.json"
         raise InputError(f"{path} is incomplete or damaged ({type(error).__name__}: {error}): make it again") from error
     parquets = [str(path.relative_to(directory)) for path in predictions.files(directory)] if has_predictions else []

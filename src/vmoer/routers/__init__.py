@@ -7,7 +7,7 @@ its entry points of the group `vmoer.methods` are read when the first method is 
 from functools import cache
 from importlib.metadata import entry_points
 
-from vmoer.errors import InputError, unknown
+from vmoer.errors import InputError, first_line, unknown
 from vmoer.routers._base import (
     Call,
     Config,
@@ -64,10 +64,8 @@ def _of_packages() -> None:
         try:
             register(point.load())
         except Exception as error:
-            said = f"{type(error).__name__}: {error}".splitlines()[0]
-            raise InputError(
-                f"the method {point.name} = {point.value} of an installed package cannot be read: {said}"
-            ) from error
+            named = f"the method {point.name} = {point.value} of an installed package"
+            raise InputError(f"{named} cannot be read: {first_line(error)}") from error
 
 
 def methods() -> dict[str, type[Config]]:

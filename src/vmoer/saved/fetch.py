@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from vmoer.errors import InputError, alike
+from vmoer.errors import InputError, alike, first_line
 from vmoer.saved.manifest import MEMBERS, NAME
 
 FETCHED = (NAME, *MEMBERS)
@@ -54,11 +54,6 @@ def find(name: str, revision: str | None = None) -> Path | None:
         wanted = ("router.json", "config.json")
         files = {file for file in wanted if isinstance(try_to_load_from_cache(name, file, revision=revision), str)}
     return locate(name, revision) if "router.json" in files and "config.json" not in files else None
-
-
-def first_line(error: Exception) -> str:
-    """The first line of the error's message, or its class where the message is empty."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def check_path(name: str) -> None:

@@ -14,10 +14,10 @@ from typing import Any
 from torch import nn
 
 from vmoer._version import __version__
-from vmoer.errors import InputError, RunError
+from vmoer.errors import InputError, RunError, first_line
 from vmoer.files import read_json, write_json, write_text
 from vmoer.saved.card import card, known
-from vmoer.saved.fetch import FETCHED, first_line, is_repository
+from vmoer.saved.fetch import FETCHED, is_repository
 from vmoer.saved.manifest import seal
 from vmoer.saved.store import read_folder, save
 

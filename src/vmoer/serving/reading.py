@@ -91,9 +91,8 @@ class Reader:
         if out.finish_reason is not None and index in self.answers:
             end = self.answers[index].end()
             self.fresh.setdefault(index, []).append(end)
-            if (
-                self.threshold is not None and self.threshold.on_options
-            ):  # others are counted whether anybody asked or not
+            # others are counted whether anybody asked or not
+            if self.threshold is not None and self.threshold.on_options:
                 self.judge(end)
 
     def give(self, index: int) -> Values | None:

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from vmoer.errors import InputError, of_files
+from vmoer.errors import InputError, first_line, of_files
 from vmoer.evaluation import predictions
 from vmoer.evaluation.scores import Row
 from vmoer.files import read_json, sealed, unsealed, write_json
@@ -334,7 +334,7 @@ def compute(cell: Cell, out: Path) -> str:
             traceback.print_exc()
         if isinstance(error, OSError) and error.filename:
             return of_files(error)
-        return (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return first_line(error)
     return ""
 
 

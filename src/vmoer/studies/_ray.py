@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vmoer.errors import InputError, RunError
+from vmoer.errors import InputError, RunError, first_line
 from vmoer.studies._grid import Backend, Cell, Pool, Result, attempt
 from vmoer.studies._processes import gpu_gb, start_worker
 
@@ -75,7 +75,7 @@ class _Cluster:
         except self.ray.exceptions.RayTaskError as error:
             raise error.cause from None
         except self.ray.exceptions.RayError as error:  # what a cell raises comes as a reason; this is a process lost
-            return [(cell, Result((str(error).strip().splitlines() or [type(error).__name__])[0], died=True))]
+            return [(cell, Result(first_line(error), died=True))]
 
     def close(self) -> None:
         """End what still runs, which is nothing unless the study is stopped."""
@@ -172,8 +172,7 @@ def _start_local(ray: Any, cpus: int | None) -> None:
             except (RuntimeError, OSError, TimeoutError) as error:
                 ray.shutdown()
                 if last:
-                    why = str(error).strip().splitlines()[0]
-                    raise RunError(f"a local Ray cluster did not start: {why}") from None
+                    raise RunError(f"a local Ray cluster did not start: {first_line(error)}") from None
     finally:
         constants.ENABLE_RAY_CLUSTER = enabled
         os.environ.pop(LOOPBACK)
