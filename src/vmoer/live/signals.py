@@ -70,7 +70,8 @@ def token_signals(inputs: Inputs, posterior: Posterior | None, wanted: Wanted = 
         if wanted == "all" or (of_posterior and not of_posterior <= found.keys()):
             found |= posterior.costly_signals()
     if inputs.method.fitted and (named is None or "novelty" in named):
-        found["novelty"] = inputs.method.novelty(inputs.u_TD)
+        known_T = None if posterior is None else posterior.novelty()
+        found["novelty"] = inputs.method.novelty(inputs.u_TD) if known_T is None else known_T
     if named is None:
         return found
     for name in sorted(named - found.keys()):

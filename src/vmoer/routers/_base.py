@@ -174,6 +174,8 @@ class Call:
     layers: Sequence[int] = ()
     drawn: dict[Any, Tensor] | None = None
     """Where the attached `layers` keep what they draw in this pass; see `_draw`."""
+    into_TG: Tensor | None = None
+    """Where kernels are to write the signals that they find on the way, in the order of `kernels.TOLD`."""
 
     @property
     def draws(self) -> bool:
@@ -238,6 +240,10 @@ class Posterior(PerToken):
 
     def signals_and_entropy(self, weight_TN: Tensor) -> tuple[dict[str, Tensor], Tensor] | None:
         """`signals()`, and the entropy of softmax(weight), where one kernel finds both; else None."""
+        return None
+
+    def novelty(self) -> Tensor | None:
+        """The state's novelty, [T], where a kernel found it on the way; else None."""
         return None
 
 

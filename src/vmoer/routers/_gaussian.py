@@ -5,7 +5,7 @@ inference     p = (1/S) sum_s softmax(l_s) over S fixed points; log p + logsumex
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -65,6 +65,17 @@ class AmortisedConfig(GaussianConfig):
     mean_start: str = choice("prior", "prior", "listing")
 
 
+class Told(NamedTuple):
+    """Signals of few tokens that kernels write while they route, [T, G]: columns in the order of `kernels.TOLD`."""
+
+    signals_TG: Tensor
+    novel: bool
+    """Whether novelty is among them."""
+
+    def of(self, name: str) -> Tensor:
+        return self.signals_TG[:, kernels.TOLD.index(name)]
+
+
 @dataclass(frozen=True)
 class GaussianPosterior(Posterior):
     per_token: ClassVar[tuple[str, ...]] = ("q", "center_TN", "shift_TN")
@@ -74,6 +85,8 @@ class GaussianPosterior(Posterior):
     eps: Tensor | None
     shift_TN: Tensor | None = None
     """What is still to be added to q's mean: the kernels take both, so that the sum is written by whoever asks for it."""
+    told: Told | None = None
+    """What the kernels found on the way."""
 
     def divergence(self) -> Tensor:
         return self.q.wide().moved(self.shift_TN).kl(self.center_TN.float(), self.prior_scale)
@@ -82,13 +95,20 @@ class GaussianPosterior(Posterior):
         return {"logit_variance": self.q.wide().trace()}
 
     def signals_and_entropy(self, weight_TN: Tensor) -> tuple[dict[str, Tensor], Tensor] | None:
+        if self.told is not None:
+            return {"logit_variance": self.told.of("logit_variance")}, self.told.of("gate_entropy")
         found = kernels.entropy_and_trace(weight_TN, self.q)
         return None if found is None else ({"logit_variance": found[1]}, found[0])
 
     def costly_signals(self) -> dict[str, Tensor]:
         if self.eps is None or self.eps.shape[-2] == 1:
             return {}
+        if self.told is not None:
+            return {"mc_logit_variance": self.told.of("mc_logit_variance")}
         return {"mc_logit_variance": integrals.sample_variance(self.q.wide().moved(self.shift_TN), self.eps)}
+
+    def novelty(self) -> Tensor | None:
+        return self.told.of("novelty") if self.told is not None and self.told.novel else None
 
 
 class GaussianRouter(Router):
@@ -106,8 +126,10 @@ class GaussianRouter(Router):
         super().configure(config)
         self.add_points(self.points.eps_SE.device)
 
-    def route(self, q: Gaussian, logits_TN: Tensor, call: Call, shift_TN: Tensor | None = None) -> Routing:
-        """Experts for a posterior `q` whose mean is to be moved by `shift_TN`."""
+    def route(
+        self, q: Gaussian, logits_TN: Tensor, call: Call, shift_TN: Tensor | None = None, told: Told | None = None
+    ) -> Routing:
+        """Experts for a posterior `q` whose mean is to be moved by `shift_TN`; `told` is what its network found on the way."""
         config = cast(GaussianConfig, self.config)
         if call.draws:
             q, logits_TN = q.wide().moved(shift_TN), logits_TN.float()
@@ -117,9 +139,13 @@ class GaussianRouter(Router):
         if config.sampling == "mc":
             eps = torch.randn(len(logits_TN), config.samples, self.noise_dim, device=logits_TN.device)
         if config.sampling == "fixed" and self.gate.scoring.score == "softmax":
-            fused = kernels.average(q, self.points.narrow_SE, shift_TN=shift_TN, own_TN=logits_TN, ask=self.gate.ask())
+            into_TG = None if told is None else told.signals_TG
+            fused = kernels.average(
+                q, self.points.narrow_SE, shift_TN=shift_TN, own_TN=logits_TN, ask=self.gate.ask(), told_TG=into_TG
+            )
             if fused is not None:
-                posterior = GaussianPosterior(q, logits_TN, config.prior_scale, eps, shift_TN)
+                own = (config.prior_scale, eps, shift_TN, told if fused.told else None)
+                posterior = GaussianPosterior(q, logits_TN, *own)
                 return Routing(fused.logits_TN, fused.logits_TN, posterior, given=fused.chosen)
         q, logits_TN = q.wide().moved(shift_TN), logits_TN.float()
         rule = config.sampling if config.sampling in ("delta", "delta-cv") else "points"
@@ -173,8 +199,22 @@ class AmortisedRouter(GaussianRouter):
             self.backbone.weight.copy_(backbone)
             self.heads.weight.copy_(heads)
 
-    def infer(self, u_TD: Tensor) -> tuple[Tensor, ...]:
-        """The heads' outputs split by `head_sizes`: in float32, but on a GPU, where the kernels read the model's dtype."""
+    def infer(self, u_TD: Tensor, call: Call) -> tuple[tuple[Tensor, ...], Told | None]:
+        """The heads' outputs split by `head_sizes`: in float32, but on a GPU, where the kernels read the model's dtype. Where
+        tokens are few, also room for what the kernels find on the way."""
+        told, out = None, None
+        if kernels.available(u_TD) and not torch.is_grad_enabled() and len(u_TD) < kernels.MANY:
+            root = self.halves() if self.fitted and u_TD.dtype == torch.bfloat16 else None
+            signals_TG = call.into_TG
+            if signals_TG is None:
+                signals_TG = u_TD.new_empty((len(u_TD), len(kernels.TOLD)), dtype=torch.float32)
+            out = kernels.network(u_TD, self.backbone.weight, self.heads.weight, root, signals_TG)
+            told = Told(signals_TG, novel=out is not None and root is not None)
+        if out is None:
+            out = self._products(u_TD)
+        return (out if kernels.available(out) else out.float()).split(self.sizes, dim=-1), told
+
+    def _products(self, u_TD: Tensor) -> Tensor:
         features_TH = self.features(u_TD, self.backbone, self.no_bias_H)
         if (
             self.entry_by_entry
@@ -182,7 +222,5 @@ class AmortisedRouter(GaussianRouter):
             and kernels.available(features_TH)
             and not torch.is_grad_enabled()
         ):
-            out = (self.heads.weight.to(features_TH.dtype) @ features_TH.mT).mT
-        else:
-            out = self.linear(features_TH, self.heads)
-        return (out if kernels.available(out) else out.float()).split(self.sizes, dim=-1)
+            return (self.heads.weight.to(features_TH.dtype) @ features_TH.mT).mT
+        return self.linear(features_TH, self.heads)

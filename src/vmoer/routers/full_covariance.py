@@ -22,9 +22,9 @@ class FullCovarianceRouter(AmortisedRouter):
         return [n, n * (n + 1) // 2]
 
     def forward(self, u_TD: Tensor, logits_TN: Tensor, call: Call, weight_ND: Tensor | None) -> Routing:
-        shift_TN, raw_TC = self.infer(u_TD)
+        (shift_TN, raw_TC), told = self.infer(u_TD, call)
         q = Cholesky(logits_TN, raw_TC, scale=self.config.prior_scale)
-        return self.route(q, logits_TN, call, shift_TN)
+        return self.route(q, logits_TN, call, shift_TN, told)
 
 
 @dataclass(frozen=True, kw_only=True)

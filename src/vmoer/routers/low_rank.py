@@ -23,10 +23,10 @@ class LowRankRouter(AmortisedRouter):
         return [n, n, n * self.config.rank]
 
     def forward(self, u_TD: Tensor, logits_TN: Tensor, call: Call, weight_ND: Tensor | None) -> Routing:
-        shift_TN, log_sd_TN, factor = self.infer(u_TD)
+        (shift_TN, log_sd_TN, factor), told = self.infer(u_TD, call)
         factor_TNR = factor.unflatten(-1, (shift_TN.shape[-1], self.config.rank))
         q = Factored(logits_TN, log_sd_TN, factor_TNR, scale=self.config.prior_scale)
-        return self.route(q, logits_TN, call, shift_TN)
+        return self.route(q, logits_TN, call, shift_TN, told)
 
 
 @dataclass(frozen=True, kw_only=True)

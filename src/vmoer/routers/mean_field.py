@@ -39,15 +39,16 @@ class MeanFieldRouter(AmortisedRouter):
         return {"both": [n, n], "mean": [n, 0], "nothing": [0, 0]}[self.config.learn]
 
     def forward(self, u_TD: Tensor, logits_TN: Tensor, call: Call, weight_ND: Tensor | None) -> Routing:
+        told = None
         if self.config.learn == "nothing":
             shift_TN = log_sd_TN = torch.zeros_like(logits_TN)
         else:
-            shift_TN, log_sd_TN = self.infer(u_TD)
+            (shift_TN, log_sd_TN), told = self.infer(u_TD, call)
         if self.config.learn == "mean":
             moved_TN = logits_TN.float() + shift_TN
             return Routing(moved_TN, moved_TN, PointPosterior(shift_TN, self.config.prior_scale))
         q = Diagonal(logits_TN, log_sd_TN, scale=self.config.prior_scale)
-        return self.route(q, logits_TN, call, shift_TN)
+        return self.route(q, logits_TN, call, shift_TN, told)
 
 
 @dataclass(frozen=True, kw_only=True)

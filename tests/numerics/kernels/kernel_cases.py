@@ -81,6 +81,21 @@ def _cases(largest: int) -> Iterator[Case]:
             yield Case(tokens, experts, mean=300.0, log_sd=2.5)
 
 
+def covariance(case: Case, kind: str, rank: int = 5) -> tuple[Tensor, tuple[Tensor, Tensor | None]]:
+    """Sigma [T, N, N] in float64 at scale 1, and what the kernel takes of it."""
+    if kind == "triangle":
+        row, column = torch.tril_indices(case.experts, case.experts, device=DEVICE)
+        lower = torch.zeros(case.tokens, case.experts, case.experts, dtype=torch.float64, device=DEVICE)
+        raw_TC = case.raw_TC
+        lower[:, row, column] = torch.where(row == column, raw_TC.double().exp(), raw_TC.double())
+        return lower @ lower.mT, (raw_TC, None)
+    factor_TNR = case.factor_TNR(rank) if kind == "factored" else None
+    sigma = torch.diag_embed((2 * case.log_sd_TN.double()).exp())
+    if factor_TNR is not None:
+        sigma = sigma + factor_TNR.double() @ factor_TNR.double().mT
+    return sigma, (case.log_sd_TN, factor_TNR)
+
+
 def relative_error(log_p: Tensor, reference: Tensor) -> Tensor:
     """Of probabilities given by their logarithms, elementwise; NaN counts as infinite."""
     error = torch.expm1(log_p.double() - reference.double()).abs()

@@ -3,26 +3,11 @@
 import kernel_references as references
 import pytest
 import torch
-from kernel_cases import DEVICE, Case
+from kernel_cases import DEVICE, Case, covariance
 
 from vmoer.numerics.kernels.spreads import entropy_and_trace
 
 DTYPES = [torch.float32, torch.bfloat16]
-
-
-def covariance(case: Case, kind: str, rank: int = 5) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor | None]]:
-    """Sigma [T, N, N] in float64 at scale 1, and what the kernel takes of it."""
-    if kind == "triangle":
-        row, column = torch.tril_indices(case.experts, case.experts, device=DEVICE)
-        lower = torch.zeros(case.tokens, case.experts, case.experts, dtype=torch.float64, device=DEVICE)
-        raw_TC = case.raw_TC
-        lower[:, row, column] = torch.where(row == column, raw_TC.double().exp(), raw_TC.double())
-        return lower @ lower.mT, (raw_TC, None)
-    factor_TNR = case.factor_TNR(rank) if kind == "factored" else None
-    sigma = torch.diag_embed((2 * case.log_sd_TN.double()).exp())
-    if factor_TNR is not None:
-        sigma = sigma + factor_TNR.double() @ factor_TNR.double().mT
-    return sigma, (case.log_sd_TN, factor_TNR)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -13,6 +13,7 @@ CPU and on a GPU where there is one.
     temperature   vtsr                              select        Top-K and gate weights by themselves
     quadratic     novelty, rank up to 256           entropies     entropy of the experts' scores
     spreads       that entropy and the trace of the covariance
+    few           the inference network, and novelty, for at most 128 tokens
 """
 
 import importlib.util
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 from vmoer.numerics.gaussians import Cholesky, Diagonal, Factored, Gaussian, Scaled
-from vmoer.numerics.kernels._asks import MANY, Ask, Choice, Keys, Tempered, halves
+from vmoer.numerics.kernels._asks import MANY, TOLD, Ask, Choice, Keys, Tempered, halves
 
 MOST_POINTS = 64
 enabled = os.environ.get("VMOER_KERNELS", "1") != "0"
@@ -52,6 +53,7 @@ def average(
     own_TN: Tensor | None = None,
     ask: Ask | None = None,
     sigmoid: bool = False,
+    told_TG: Tensor | None = None,
 ) -> Choice | None:
     """log E[softmax(l)], or logit E[sigmoid(l)], for l ~ q over points shared by all tokens.
 
@@ -59,12 +61,13 @@ def average(
         shift_TN: added to q's mean here, so that no caller has to write the sum out first.
         own_TN: the model's own logits; their logsumexp is added to the result (Gate.expected_logits).
         ask: return K experts and their weights as well.
+        told_TG: where to write the first columns of TOLD, for few tokens; the answer says whether they were.
     """
     if eps is None or eps.dim() != 2 or len(eps) > MOST_POINTS or not _usable(q.mean_TN, eps, shift_TN, own_TN):
         return None
     if ask is not None and (sigmoid or ask.k > min(16, q.mean_TN.shape[-1])):
         return None
-    more: dict[str, Any] = {"shift_TN": shift_TN, "own_TN": own_TN, "ask": ask, "sigmoid": sigmoid}
+    more: dict[str, Any] = {"shift_TN": shift_TN, "own_TN": own_TN, "ask": ask, "sigmoid": sigmoid, "told_TG": told_TG}
     n = q.mean_TN.shape[-1]
     if isinstance(q, Cholesky) and n <= 256 and _usable(q.raw_TC):
         from vmoer.numerics.kernels import cholesky
@@ -78,6 +81,7 @@ def average(
         return low_rank.average(q.mean_TN, q.log_sd_TN, None, eps, q.scale, **more)
     if isinstance(q, Scaled) and _usable(q.scale_T, q.factor_NN):
         log_sd_TN = (0.5 * q.scale_T.float().log()).unsqueeze(-1).expand(-1, n)
+        more["told_TG"] = None  # whose trace is another
         return low_rank.average(q.mean_TN, log_sd_TN, None, eps.float() @ q.factor_NN.float().mT, **more)
     if isinstance(q, Factored) and q.factor_TNR.shape[-1] <= 64 and _usable(q.log_sd_TN):
         factor_TNR = q.factor_TNR if q.factor_TNR.shape[-1] else None
@@ -96,6 +100,27 @@ def expected_sigmoid_logit(q: Gaussian, eps: Tensor | None) -> Tensor | None:
     """integrals.expected_sigmoid_logit(q, eps, "points"), or None."""
     found = average(q, eps, sigmoid=True)
     return None if found is None else found.logits_TN
+
+
+def network(
+    u_TD: Tensor,
+    backbone_HD: Tensor,
+    heads_OH: Tensor,
+    root: tuple[Tensor, Tensor] | None = None,
+    told_TG: Tensor | None = None,
+) -> Tensor | None:
+    """V relu(W u) for few tokens in bfloat16, [T, O], or None. With `halves` of novelty's root, novelty goes into `told_TG`."""
+    hidden = len(backbone_HD)
+    if u_TD.dtype != torch.bfloat16 or u_TD.dim() != 2 or u_TD.stride(1) != 1 or hidden % 16 or hidden > 1024:
+        return None
+    if not _usable(u_TD, backbone_HD, heads_OH) or (root is not None and len(root[0]) > 256):
+        return None
+    from vmoer.numerics.kernels import few
+
+    if len(u_TD) > few.MOST:
+        return None
+    backbone_HD, heads_OH = (x.to(u_TD.dtype).contiguous() for x in (backbone_HD, heads_OH))
+    return few.network(u_TD, backbone_HD, heads_OH, root, told_TG)
 
 
 def temper(
@@ -149,13 +174,16 @@ def novelty(u_TD: Tensor, root_RD: Tensor, split: tuple[Tensor, Tensor] | None =
     """[T]: |W u|^2, or None. `split` is `halves(root_RD)`, where the caller has kept it."""
     if not _usable(u_TD, root_RD) or len(root_RD) > 256 or root_RD.dtype != torch.float32:
         return None
-    from vmoer.numerics.kernels import quadratic
+    from vmoer.numerics.kernels import few, quadratic
 
+    if split is not None and len(u_TD) <= few.MOST and u_TD.dtype == torch.bfloat16 and u_TD.stride(1) == 1:
+        return few.novelty(u_TD, split)
     return quadratic.novelty(u_TD, root_RD, split)
 
 
 __all__ = [
     "MANY",
+    "TOLD",
     "Ask",
     "Choice",
     "Keys",
@@ -168,6 +196,7 @@ __all__ = [
     "expected_sigmoid_logit",
     "halves",
     "log_expected_softmax",
+    "network",
     "novelty",
     "temper",
 ]

@@ -10,12 +10,20 @@ MANY = 2048
 """Number of tokens from which on a kernel takes them in blocks."""
 
 
+TOLD = ("gate_entropy", "logit_variance", "mc_logit_variance", "novelty")
+"""Signals that kernels for few tokens find on the way: the columns of their `told_TG`. The last is the network's, the others are
+those of the average."""
+
+
 class Choice(NamedTuple):
-    """Logits that select and weigh, [T, N]; where K experts were asked for, their weights and indices, [T, K]."""
+    """Logits that select and weigh, [T, N]; where K experts were asked for, their weights and indices, [T, K].
+
+    `told` says that the first columns of `told_TG` were written."""
 
     logits_TN: Tensor
     weights_TK: Tensor | None = None
     indices_TK: Tensor | None = None
+    told: bool = False
 
     @property
     def chosen(self) -> tuple[Tensor, Tensor] | None:

@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _INTERPRETED = tl.constexpr(INTERPRETED)
@@ -35,6 +36,28 @@ def on_device(tensor: Tensor) -> Any:
     if torch.compiler.is_compiling() or not tensor.is_cuda:
         return contextlib.nullcontext()
     return torch.cuda.device(tensor.device)
+
+
+def overlaps(tensor: Tensor) -> dict[str, Any]:
+    """How a kernel is launched that begins while the one before it still runs, and waits for what that one writes. Nothing before
+    Hopper, and nothing in code that is being compiled."""
+    if INTERPRETED or torch.compiler.is_compiling() or torch.cuda.get_device_capability(tensor.device)[0] < 9:
+        return {}
+    return {"launch_pdl": True}
+
+
+@triton.jit
+def start_next(OVERLAP: tl.constexpr):
+    """From here on the next kernel may begin, as far as it does not wait."""
+    if OVERLAP:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_former(OVERLAP: tl.constexpr):
+    """What the kernel before this one writes is there behind this line."""
+    if OVERLAP:
+        gdc_wait()
 
 
 @triton.jit
@@ -158,12 +181,27 @@ def store_selected(
 
 
 @triton.jit
+def store_told(log_p_N, spread_NS, square, scale, told_ptr, live, n, s, N: tl.constexpr, S: tl.constexpr):
+    """The first three columns of TOLD (vmoer.numerics.kernels._asks) for one token."""
+    inside = n < N
+    entropy = -tl.sum(tl.where(inside & (log_p_N > LOWEST), tl.exp(log_p_N) * log_p_N, 0.0), 0)
+    counted = inside[:, None] & (s < S)[None, :]
+    mean_N = tl.sum(tl.where(counted, spread_NS, 0.0), 1) / S
+    off_NS = tl.where(counted, spread_NS - mean_N[:, None], 0.0)
+    variance = tl.sum(tl.sum(off_NS * off_NS, 1), 0) / (S - 1 if S > 1 else 1)
+    tl.store(told_ptr, entropy, mask=live)
+    tl.store(told_ptr + 1, scale * scale * square, mask=live)
+    tl.store(told_ptr + 2, scale * scale * variance, mask=live)
+
+
+@triton.jit
 def store_token(
-    mean_N, spread_NS, scale, own_N_ptr, out_ptr, weights_ptr, indices_ptr, gate_scale, row, tokens, n, s,
+    mean_N, spread_NS, scale, own_N, out_ptr, weights_ptr, indices_ptr, gate_scale, row, tokens, n, s,
     N: tl.constexpr, S: tl.constexpr, LOG_S: tl.constexpr, OWN: tl.constexpr, SIGMOID: tl.constexpr,
-    K: tl.constexpr, K_PAD: tl.constexpr, NORMALISE: tl.constexpr,
+    K: tl.constexpr, K_PAD: tl.constexpr, NORMALISE: tl.constexpr, told_ptr, told_t, square, TELL: tl.constexpr,
 ):  # fmt: skip
-    """Average the points of one token, whose number is in `row` [1]; store the result and, for K > 0, the K experts."""
+    """Average the points of one token, whose number is in `row` [1]; store the result and, for K > 0, the K experts. With `TELL`
+    also what is known of it: the entropy of the average, `square` as the covariance's trace, and the points' variance."""
     inside = n < N
     live = inside & (row < tokens)
     log_p_N, exact = quick_average(mean_N, spread_NS, scale, n, s, N, S, LOG_S, SIGMOID)
@@ -171,8 +209,10 @@ def store_token(
         log_p_N = average_points(mean_N[:, None] + scale * spread_NS, n, s, N, S, LOG_S, SIGMOID)
     out_N = log_p_N
     if OWN:
-        out_N += log_sum_exp(tl.load(own_N_ptr, mask=live, other=float("-inf")).to(tl.float32), 0)
+        out_N += log_sum_exp(own_N, 0)
     tl.store(out_ptr + row.to(tl.int64) * N + n, out_N, mask=live)
+    if TELL:
+        store_told(log_p_N, spread_NS, square, scale, told_ptr + row.to(tl.int64) * told_t, row < tokens, n, s, N, S)
     if K > 0:
         by_1N = tl.where(inside, log_p_N, float("-inf"))[None, :]
         store_selected(

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from vmoer.numerics.kernels import by_expert
 from vmoer.numerics.kernels._asks import MANY, Ask, Choice
-from vmoer.numerics.kernels._tiles import on_device, pad, product, store_token
+from vmoer.numerics.kernels._tiles import on_device, overlaps, pad, product, store_token, wait_for_former
 from vmoer.numerics.kernels.select import room
 from vmoer.numerics.kernels.select import select as select_experts
 
@@ -32,7 +32,8 @@ def _by_token_kernel(
     mean_t, mean_n, shift_t, shift_n, raw_t, raw_c, own_t, own_n,
     N: tl.constexpr, N_PAD: tl.constexpr, S: tl.constexpr, LOG_S: tl.constexpr, S_PAD: tl.constexpr, J: tl.constexpr,
     B: tl.constexpr, SHIFT: tl.constexpr, OWN: tl.constexpr, SIGMOID: tl.constexpr,
-    K: tl.constexpr, K_PAD: tl.constexpr, NORMALISE: tl.constexpr,
+    K: tl.constexpr, K_PAD: tl.constexpr, NORMALISE: tl.constexpr, told_ptr, told_t, TELL: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     scale = tl.cast(scale, tl.float32)
     n = tl.arange(0, N_PAD)
@@ -42,12 +43,22 @@ def _by_token_kernel(
     n64 = n.to(tl.int64)
     row_start = n64 * (n64 + 1) // 2
     eps_S = eps_ptr + s[None, :] * N
+    wait_for_former(OVERLAP)
     own_eps_NS = tl.load(eps_S + n[:, None], mask=inside[:, None] & (s < S)[None, :], other=0.0).to(tl.float32)
     for b in range(B):
         t = (tl.program_id(0) * B + b).to(tl.int64)
         row = t + tl.arange(0, 1)
         live = inside & (row < tokens)
         raw_T = raw_ptr + t * raw_t
+        # all that a token needs is asked for before anything waits
+        log_sd_N = tl.load(raw_T + (row_start + n64) * raw_c, mask=live, other=0.0).to(tl.float32)
+        mean_N = tl.load(mean_ptr + t * mean_t + n64 * mean_n, mask=live, other=0.0).to(tl.float32)
+        if SHIFT:
+            mean_N += tl.load(shift_ptr + t * shift_t + n64 * shift_n, mask=live, other=0.0).to(tl.float32)
+        own_N = mean_N
+        if OWN:
+            own_N = tl.load(own_ptr + t * own_t + n64 * own_n, mask=live, other=float("-inf")).to(tl.float32)
+        square_N = tl.zeros([N_PAD], tl.float32)
         spread_NS = tl.zeros([N_PAD, S_PAD], tl.float32)
         for first in range(0, N, J):
             column = first + j
@@ -58,14 +69,14 @@ def _by_token_kernel(
             )
             eps_JS = tl.load(eps_S + column[:, None], mask=(column < N)[:, None] & (s < S)[None, :], other=0.0)
             spread_NS = product(raw_NJ, eps_JS, spread_NS)
-        log_sd_N = tl.load(raw_T + (row_start + n64) * raw_c, mask=live, other=0.0).to(tl.float32)
-        spread_NS += tl.exp(log_sd_N)[:, None] * own_eps_NS
-        mean_N = tl.load(mean_ptr + t * mean_t + n64 * mean_n, mask=live, other=0.0).to(tl.float32)
-        if SHIFT:
-            mean_N += tl.load(shift_ptr + t * shift_t + n64 * shift_n, mask=live, other=0.0).to(tl.float32)
+            if TELL:  # then no tile is on its way while another is worked on (num_stages), which could take its place
+                square_N += tl.sum(raw_NJ.to(tl.float32) * raw_NJ.to(tl.float32), 1)
+        sd_N = tl.exp(log_sd_N)
+        spread_NS += sd_N[:, None] * own_eps_NS
+        square = tl.sum(square_N + tl.where(inside, sd_N * sd_N, 0.0), 0)
         store_token(
-            mean_N, spread_NS, scale, own_ptr + t * own_t + n64 * own_n, out_ptr, weights_ptr, indices_ptr, gate_scale,
-            row, tokens, n, s, N, S, LOG_S, OWN, SIGMOID, K, K_PAD, NORMALISE,
+            mean_N, spread_NS, scale, own_N, out_ptr, weights_ptr, indices_ptr, gate_scale,
+            row, tokens, n, s, N, S, LOG_S, OWN, SIGMOID, K, K_PAD, NORMALISE, told_ptr, told_t, square, TELL,
         )  # fmt: skip
 
 
@@ -79,11 +90,13 @@ def average(
     own_TN: Tensor | None = None,
     ask: Ask | None = None,
     sigmoid: bool = False,
+    told_TG: Tensor | None = None,
     shape: tuple[str, int, int] | None = None,
 ) -> Choice:
     """log E[softmax(l)] (or logit E[sigmoid(l)]), l ~ N(mean + shift, scale^2 L L'); + logsumexp(own) where given.
 
-    `shape` overrides the choice of kernel for tuning: ("token" or "expert", tokens a program, warps).
+    By token also entropy, trace and the points' variance, into `told_TG`. `shape` overrides the choice of kernel for tuning:
+    ("token" or "expert", tokens a program, warps).
     """
     tokens, experts = mean_TN.shape
     samples = len(eps_SN)
@@ -101,6 +114,9 @@ def average(
     out_TN = torch.empty(tokens, experts, dtype=torch.float32, device=mean_TN.device)
     weights_TK, indices_TK = room(tokens, ask, out_TN)
     k = 0 if ask is None else ask.k
+    tell = told_TG is not None and not sigmoid
+    told = out_TN if told_TG is None else told_TG
+    overlap = overlaps(mean_TN)
     with on_device(mean_TN):
         _by_token_kernel[(triton.cdiv(tokens, block),)](
             mean_TN, shift, raw_TC, own, eps_SN, out_TN, weights_TK, indices_TK, tokens, scale,
@@ -109,12 +125,15 @@ def average(
             N=experts, N_PAD=pad(experts, 16), S=samples, LOG_S=math.log(samples), S_PAD=s_pad, J=columns, B=block,
             SHIFT=shift_TN is not None, OWN=own_TN is not None, SIGMOID=sigmoid,
             K=k, K_PAD=pad(max(1, k)), NORMALISE=ask is not None and ask.normalise,
-            num_warps=warps, num_stages=1 if experts <= columns or raw_TC.dtype == torch.float32 else 2,
+            told_ptr=told, told_t=told.stride(0), TELL=tell, OVERLAP=bool(overlap),
+            num_warps=warps, num_stages=1 if tell or experts <= columns or raw_TC.dtype == torch.float32 else 2, **overlap,
         )  # fmt: skip
-    return Choice(out_TN) if ask is None else Choice(out_TN, weights_TK, indices_TK)
+    return Choice(out_TN, told=tell) if ask is None else Choice(out_TN, weights_TK, indices_TK, tell)
 
 
 def _shape(tokens: int, n_pad: int, s_pad: int, dtype: torch.dtype) -> tuple[str, int, int]:
     if tokens >= MANY and dtype != torch.float32:
         return ("expert", 16, 1) if n_pad <= 64 else ("expert", 64, 4)
-    return "token", 1 if tokens < 2048 else 4, min(16, max(4, n_pad * s_pad // 1024))
+    if tokens < MANY:
+        return "token", 1, 8 if n_pad > 64 else min(16, max(4, n_pad * s_pad // 1024))
+    return "token", 4, min(16, max(4, n_pad * s_pad // 1024))

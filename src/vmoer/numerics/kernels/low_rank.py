@@ -30,10 +30,12 @@ from vmoer.numerics.kernels._tiles import (
     log_sigmoid,
     log_sum_exp,
     on_device,
+    overlaps,
     pad,
     product,
     store_selected,
     store_token,
+    wait_for_former,
 )
 from vmoer.numerics.kernels.select import room
 from vmoer.numerics.kernels.select import select as select_experts
@@ -112,7 +114,8 @@ def _by_token_kernel(
     mean_t, mean_n, shift_t, shift_n, log_sd_t, log_sd_n, factor_t, factor_n, factor_r, own_t, own_n,
     N: tl.constexpr, N_PAD: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr, S: tl.constexpr, LOG_S: tl.constexpr,
     S_PAD: tl.constexpr, B: tl.constexpr, SHIFT: tl.constexpr, OWN: tl.constexpr, SIGMOID: tl.constexpr,
-    K: tl.constexpr, K_PAD: tl.constexpr, NORMALISE: tl.constexpr,
+    K: tl.constexpr, K_PAD: tl.constexpr, NORMALISE: tl.constexpr, told_ptr, told_t, TELL: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     scale = tl.cast(scale, tl.float32)
     n = tl.arange(0, N_PAD)
@@ -122,6 +125,7 @@ def _by_token_kernel(
     n64 = n.to(tl.int64)
     r64 = r.to(tl.int64)
     eps_S = eps_ptr + s[None, :] * (N + R)
+    wait_for_former(OVERLAP)  # Laplace's points too are what a kernel has just written
     own_eps_NS = tl.load(eps_S + n[:, None], mask=inside[:, None] & (s < S)[None, :], other=0.0)
     if R > 0:
         eps_RS = tl.load(eps_S + N + r[:, None], mask=(r < R)[:, None] & (s < S)[None, :], other=0.0)
@@ -133,6 +137,9 @@ def _by_token_kernel(
         if SHIFT:
             mean_N += tl.load(shift_ptr + t * shift_t + n64 * shift_n, mask=live, other=0.0).to(tl.float32)
         log_sd_N = tl.load(log_sd_ptr + t * log_sd_t + n64 * log_sd_n, mask=live, other=0.0).to(tl.float32)
+        own_N = mean_N
+        if OWN:
+            own_N = tl.load(own_ptr + t * own_t + n64 * own_n, mask=live, other=float("-inf")).to(tl.float32)
         spread_NS = tl.exp(log_sd_N)[:, None] * own_eps_NS.to(tl.float32)
         if R > 0:
             factor_NR = tl.load(
@@ -141,9 +148,14 @@ def _by_token_kernel(
                 other=0.0,
             )
             spread_NS = product(factor_NR, eps_RS, spread_NS)
+        square = 0.0
+        if TELL:
+            square = tl.sum(tl.where(inside, tl.exp(2.0 * log_sd_N), 0.0), 0)
+            if R > 0:
+                square += tl.sum(tl.sum(factor_NR.to(tl.float32) * factor_NR.to(tl.float32), 1), 0)
         store_token(
-            mean_N, spread_NS, scale, own_ptr + t * own_t + n64 * own_n, out_ptr, weights_ptr, indices_ptr, gate_scale,
-            row, tokens, n, s, N, S, LOG_S, OWN, SIGMOID, K, K_PAD, NORMALISE,
+            mean_N, spread_NS, scale, own_N, out_ptr, weights_ptr, indices_ptr, gate_scale,
+            row, tokens, n, s, N, S, LOG_S, OWN, SIGMOID, K, K_PAD, NORMALISE, told_ptr, told_t, square, TELL,
         )  # fmt: skip
 
 
@@ -158,12 +170,13 @@ def average(
     own_TN: Tensor | None = None,
     ask: Ask | None = None,
     sigmoid: bool = False,
+    told_TG: Tensor | None = None,
     shape: tuple[str, int, int] | None = None,
 ) -> Choice:
     """log E[softmax(l)] (or logit E[sigmoid(l)]), l ~ N(mean + shift, scale^2 (D + V V')); + logsumexp(own) where given.
 
-    Without `factor_TNR` the posterior is mean-field. `shape` overrides the choice of kernel for tuning: ("token" or
-    "point", tokens a program, warps).
+    By token also entropy, trace and the points' variance, into `told_TG`. Without `factor_TNR` the posterior is mean-field.
+    `shape` overrides the choice of kernel for tuning: ("token" or "point", tokens a program, warps).
     """
     tokens, experts = mean_TN.shape
     rank, samples = 0 if factor_TNR is None else factor_TNR.shape[-1], len(eps_SE)
@@ -177,11 +190,15 @@ def average(
     weights_TK, indices_TK = room(tokens, ask, out_TN)
     factor: tuple[Any, ...] = ()
     factor_strides: tuple[int, ...] = ()
-    more = {}
+    more: dict[str, Any] = {}
+    tell = kind == "token" and told_TG is not None and not sigmoid
     if kind == "token":
         given = log_sd_TN.unsqueeze(-1) if factor_TNR is None else factor_TNR
         factor, factor_strides = (given,), given.stride()
-        more = {"R": rank, "R_PAD": pad(max(1, rank), 16), "S_PAD": s_pad}
+        told, overlap = out_TN if told_TG is None else told_TG, overlaps(mean_TN)
+        more = {"R": rank, "R_PAD": pad(max(1, rank), 16), "S_PAD": s_pad, **overlap}
+        more |= {"num_stages": 1} if tell else {}  # a tile that feeds a product is squared as well (quadratic.py)
+        more |= {"told_ptr": told, "told_t": told.stride(0), "TELL": tell, "OVERLAP": bool(overlap)}
     kernel = _by_token_kernel if kind == "token" else _by_point_kernel
     with on_device(mean_TN):
         kernel[(triton.cdiv(tokens, block),)](
@@ -194,7 +211,7 @@ def average(
         )  # fmt: skip
     if late and ask is not None:
         return select_experts(out_TN, out_TN, ask)
-    return Choice(out_TN) if ask is None else Choice(out_TN, weights_TK, indices_TK)
+    return Choice(out_TN, told=tell) if ask is None else Choice(out_TN, weights_TK, indices_TK, tell)
 
 
 def _shape(tokens: int, n_pad: int, s_pad: int, rank: int) -> tuple[str, int, int]:

@@ -79,11 +79,11 @@ def _temperature_kernel(
     if not OWN:
         scaled_BN = logits_BN / temperature[:, None]
 
-    key = tl.zeros([B], tl.uint32) + state.to(tl.uint32, bitcast=True)
+    key = (tl.zeros([B], tl.int32) + state).to(tl.uint32, bitcast=True)  # torch.compile may hand over plain numbers
     if FIRST:
         key = mix(key, tl.load(first_ptr + t64 * first_t, mask=live, other=0).to(tl.uint32))
     if BETWEEN:
-        key = mix(key, tl.zeros([B], tl.uint32) + between.to(tl.uint32, bitcast=True))
+        key = mix(key, (tl.zeros([B], tl.int32) + between).to(tl.uint32, bitcast=True))
     key = mix(key, tl.load(position_ptr + t64 * position_t, mask=live, other=0).to(tl.uint32))
     key_BN = mix(key[:, None], n.to(tl.uint32)[None, :])
     select_BN = logits_BN + temperature[:, None] * gumbel_of(key_BN)
