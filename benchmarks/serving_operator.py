@@ -10,9 +10,9 @@ to see that it runs. For each batch size, padded to the next size that vLLM capt
     floor      the least time for a step on this device: weights and KV cache read once, at the rate of a copy
 
 The plain step is transformers' under a CUDA graph, with the faster of its ways to run experts. The calls' answers are not routed
-by, so that both steps read the same experts. Signals: none; gate entropy, logit variance and novelty (cheap); all, as `vmoer
-serve` has them. Checked on the way: a replay on new inputs equals the eager call bit for bit, tokens beside padding of NaN are
-what they are without, and nothing waits for the device. Writes serving_operator.json and .md, and prints the table.
+by, so that both steps read the same experts. Signals: none; or all, as `vmoer serve` has them. Checked on the way: a replay on
+new inputs equals the eager call bit for bit, tokens beside padding of NaN are what they are without, and nothing waits for the
+device. Writes serving_operator.json and .md, and prints the table.
 """
 
 import argparse
@@ -37,13 +37,13 @@ from vmoer.bench.measure import Work, between, captured, ceilings, ratio, second
 from vmoer.bench.subjects import CONTEXT, DEVICE, DTYPE, Decode
 from vmoer.files import write_json, write_text
 from vmoer.inference import operator
-from vmoer.serving.rows import SIGNALS, Kept
+from vmoer.serving.rows import Kept
 
 NAMES = ("granite-3b", "qwen3-30b-a3b")
 BATCHES = (1, 2, 5, 16, 50, 128, 256)
 SIZES = (1, 2, 4, *range(8, 257, 8))
 """The batch sizes that vLLM captures by default, up to 256."""
-LEVELS: dict[str, Any] = {"none": (), "cheap": ("gate_entropy", "logit_variance", "novelty"), "all": "all"}
+LEVELS: dict[str, Any] = {"none": (), "all": "all"}
 LIMIT = 1.0
 """Percent of a decode step that the operator may take."""
 
@@ -54,12 +54,11 @@ def padded(batch: int) -> int:
 
 
 class Layer(NamedTuple):
-    """An attached layer: the operator's name for it, its number, its gate in the plain model, where its signals go."""
+    """An attached layer: the operator's name for it, its number, its gate in the plain model."""
 
     name: str
     number: int
     gate: nn.Module
-    places: Tensor
 
 
 def hosted(model: nn.Module, method: str, layers: list[int], level: str, rank: int) -> list[Layer]:
@@ -80,9 +79,8 @@ def hosted(model: nn.Module, method: str, layers: list[int], level: str, rank: i
             parameter.data.add_(noise * 0.02 * parameter.shape[-1] ** -0.5)
         router.novelty_root_RD = torch.randn(rank, gate.hidden_size, generator=generator, device=DEVICE) * 0.02
         name = f"{level}.{found.layer}"
-        signals = operator.host(name, router, weight_ND, DTYPE, LEVELS[level]).signals
-        places = torch.tensor([SIGNALS.index(signal) for signal in signals], device=DEVICE, dtype=torch.long)
-        out.append(Layer(name, found.layer, found.router, places))
+        operator.host(name, router, weight_ND, DTYPE, LEVELS[level])
+        out.append(Layer(name, found.layer, found.router))
     return out
 
 
@@ -105,9 +103,8 @@ class Inputs:
         """What each layer's step does in the engine, layer after layer: averaged logits and, in `kept`, signals."""
         out = []
         for place, layer in enumerate(self.layers):
-            averaged_TN, signals_TG = torch.ops.vmoer.route(self.u_LTD[place], self.logits_LTN[place], layer.name)
-            self.kept.put(layer.number, layer.places, signals_TG)
-            out.append(averaged_TN)
+            into_TG = self.kept.of(layer.number, self.tokens)
+            out.append(torch.ops.vmoer.route_into(self.u_LTD[place], self.logits_LTN[place], layer.name, into_TG))
         return out
 
     def answer(self) -> list[Tensor]:
@@ -149,9 +146,8 @@ def with_calls(model: nn.Module, inputs: Inputs, run: Work) -> Work:
 
     def behind(place: int, layer: Layer) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-            u_TD = args[0].reshape(inputs.tokens, -1)
-            _, signals_TG = torch.ops.vmoer.route(u_TD, inputs.logits_LTN[place], layer.name)
-            inputs.kept.put(layer.number, layer.places, signals_TG)
+            u_TD, into_TG = args[0].reshape(inputs.tokens, -1), inputs.kept.of(layer.number, inputs.tokens)
+            torch.ops.vmoer.route_into(u_TD, inputs.logits_LTN[place], layer.name, into_TG)
 
         return hook
 

@@ -13,6 +13,7 @@ from vmoer.errors import InputError
 from vmoer.inference import operator
 from vmoer.live.attach import collected, routers_of
 from vmoer.routers import Config, Router, Routing
+from vmoer.serving import rows
 
 LAYERS = [0, 1]
 CONFIGS: list[Config] = [
@@ -91,6 +92,33 @@ def test_torch_accepts_it_as_an_operator(config: Config, dtype: torch.dtype) -> 
     averaged_TN, signals_TG = torch.ops.vmoer.route(u_TD, logits_TN, "0")
     assert (averaged_TN.dtype, signals_TG.dtype) == (torch.float32, torch.float32)
     assert averaged_TN.data_ptr() != logits_TN.data_ptr()
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.key}-{getattr(c, 'sampling', '')}")
+def test_signals_go_where_they_are_wanted(config: Config) -> None:
+    """Into every other row of a wider tensor. Oracle: the operator that returns them; PyTorch's own checks."""
+    hosted("granitemoe", config)
+    u_TD, logits_TN = torch.randn(7, 32), torch.randn(7, 6)
+    averaged_TN, signals_TG = torch.ops.vmoer.route(u_TD, logits_TN, "0")
+    room = torch.full((7, 3, len(operator.LANES)), torch.nan)
+    assert torch.equal(torch.ops.vmoer.route_into(u_TD, logits_TN, "0", room[:, 1]), averaged_TN)
+    names = operator._HOSTED["0"].signals
+    for place, name in enumerate(operator.LANES):
+        if name in names:
+            assert torch.equal(room[:, 1, place], signals_TG[:, names.index(name)])
+        else:
+            assert bool(room[:, 1, place].isnan().all())
+    assert bool(room[:, [0, 2]].isnan().all())
+    tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    given = (u_TD, logits_TN, "0", torch.zeros(7, len(operator.LANES)))
+    found = torch.library.opcheck(torch.ops.vmoer.route_into.default, given, test_utils=tests)
+    assert set(found.values()) == {"SUCCESS"}
+    with pytest.raises(InputError, match="do not fit"):
+        torch.ops.vmoer.route_into(u_TD, logits_TN, "0", torch.zeros(6, len(operator.LANES)))
+
+
+def test_an_engines_rows_have_the_operators_lanes() -> None:
+    assert rows.SIGNALS == operator.LANES
 
 
 def test_weights_that_are_rounded_once_give_what_those_of_float32_do() -> None:

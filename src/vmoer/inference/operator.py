@@ -1,6 +1,7 @@
 """Routing as one operator, for engines that run models of their own.
 
     averaged_TN, signals_TG = torch.ops.vmoer.route(u_TD, logits_TN, name)
+    averaged_TN = torch.ops.vmoer.route_into(u_TD, logits_TN, name, signals_TG)      the same, with a place for the signals
 
 States and the model's own logits go in; out come the logits to route by in their place, and what is known about each token. An
 engine gives each layer's router a name by `host`, calls the operator behind its gate, and goes on with its own Top-K and
@@ -23,6 +24,7 @@ from vmoer.gates import Gate
 from vmoer.gates.rules import Rule, Score, Scoring
 from vmoer.live.signals import Inputs, Wanted, token_signals
 from vmoer.numerics import kernels
+from vmoer.numerics.kernels import TOLD
 from vmoer.routers import Call, Config, Router, Routing
 
 
@@ -96,15 +98,51 @@ def forget() -> None:
     _HOSTED.clear()
 
 
+LANES = TOLD
+"""Signals that `route_into` has columns for."""
+
+
+@torch.library.custom_op("vmoer::route_into", mutates_args=("signals_TG",))
+def route_into(u_TD: Tensor, logits_TN: Tensor, name: str, signals_TG: Tensor) -> Tensor:
+    """The logits to route by, [T, N], in float32. The signals go into `signals_TG` [T, len(LANES)], in float32: those that the
+    router has, each into its column of LANES. Kernels that find all of them on the way write them there themselves."""
+    hosted = _HOSTED[name]
+    if signals_TG.shape != (len(u_TD), len(LANES)):
+        raise InputError(f"the signals of {len(u_TD)} tokens do not fit into {tuple(signals_TG.shape)}")
+    with torch.no_grad():
+        straight = hosted.signals == LANES and signals_TG.dtype == torch.float32 and signals_TG.stride(1) == 1
+        into_TG = signals_TG if straight else None
+        averaged_TN, signals = _answer(hosted.router, hosted.weight_ND, u_TD, logits_TN, hosted.wanted, into_TG)
+        for signal in hosted.signals:
+            column_T = signals_TG[:, LANES.index(signal)]
+            if signals[signal].data_ptr() != column_T.data_ptr():
+                column_T.copy_(signals[signal])
+        return averaged_TN.float()
+
+
+@route_into.register_fake
+def _(u_TD: Tensor, logits_TN: Tensor, name: str, signals_TG: Tensor) -> Tensor:
+    return logits_TN.new_empty(logits_TN.shape, dtype=torch.float32)
+
+
 @torch.library.custom_op("vmoer::route", mutates_args=())
 def route(u_TD: Tensor, logits_TN: Tensor, name: str) -> tuple[Tensor, Tensor]:
     """The logits to route by, [T, N], and the signals, [T, G], both in float32: half precision would make ties of near ones."""
     hosted = _HOSTED[name]
     with torch.no_grad():
         averaged_TN, signals = _answer(hosted.router, hosted.weight_ND, u_TD, logits_TN, hosted.wanted)
-        columns = [signals[name].float() for name in hosted.signals]
-        signals_TG = torch.stack(columns, -1) if columns else u_TD.new_empty((len(u_TD), 0), dtype=torch.float32)
-        return averaged_TN.float(), signals_TG
+        return averaged_TN.float(), _columns([signals[name] for name in hosted.signals], u_TD)
+
+
+def _columns(signals: Sequence[Tensor], u_TD: Tensor) -> Tensor:
+    """Side by side, [T, G], in float32; where they are the columns of one tensor already, that one."""
+    whole = signals[0]._base if signals else None
+    if whole is not None and whole.shape == (len(u_TD), len(signals)) and whole.dtype == torch.float32:
+        strides = {x.stride() for x in signals}
+        if strides == {whole.stride()[:1]} and [x.storage_offset() for x in signals] == [*range(len(signals))]:
+            return whole
+    columns = [x.float() for x in signals]
+    return torch.stack(columns, -1) if columns else u_TD.new_empty((len(u_TD), 0), dtype=torch.float32)
 
 
 @route.register_fake
@@ -114,11 +152,16 @@ def _(u_TD: Tensor, logits_TN: Tensor, name: str) -> tuple[Tensor, Tensor]:
 
 
 def _answer(
-    router: Router, weight_ND: Tensor | None, u_TD: Tensor, logits_TN: Tensor, wanted: Wanted
+    router: Router,
+    weight_ND: Tensor | None,
+    u_TD: Tensor,
+    logits_TN: Tensor,
+    wanted: Wanted,
+    into_TG: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     wide_TN = logits_TN if router.reads_narrow and kernels.available(logits_TN) else logits_TN.float()
-    row_T = torch.arange(len(u_TD), device=u_TD.device)  # fixed points do not depend on it
-    routing = router(u_TD, wide_TN, Call(router.layer, row_T, row_T), weight_ND)
+    row_T = u_TD[:, 0]  # stands for the positions: fixed points do not depend on them
+    routing = router(u_TD, wide_TN, Call(router.layer, row_T, row_T, into_TG=into_TG), weight_ND)
     if routing is None:  # the model's own routing; a copy, since an operator's answer is never its input
         return logits_TN.to(torch.float32, copy=True), token_signals(Inputs(router, u_TD, wide_TN), None, wanted)
     assert isinstance(routing, Routing)

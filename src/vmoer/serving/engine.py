@@ -130,9 +130,8 @@ def attach(model: nn.Module, saved: Saved, weights: dict[int, Tensor], vllm_conf
         name, (module, _, _, own) = f"vllm.{layer}", seams[layer]
         hosted = operator.host(name, router, weights[layer], vllm_config.model_config.dtype, known=SIGNALS)
         left_out |= set(hosted.left_out)
-        places = torch.tensor([SIGNALS.index(signal) for signal in hosted.signals], dtype=torch.int64, device=device)
         # not submodules: weight loaders, reloads and quantisation never see them
-        object.__setattr__(module, "vmoer", Attached(name, layer, router.gate.hidden_size, places, own))
+        object.__setattr__(module, "vmoer", Attached(name, layer, router.gate.hidden_size, own))
         module.__class__ = _variational(type(module))
     if left_out:
         _log.warning("vmoer: answers leave out %s, which rows have no room for", ", ".join(sorted(left_out)))
@@ -180,16 +179,14 @@ class Attached(NamedTuple):
     name: str
     layer: int
     hidden_size: int
-    places: Tensor
     gate: Gate | None
 
 
 def _routed(attached: Attached, states_TD: Tensor, logits_TN: Tensor) -> Tensor:
     """Averaged logits; the signals are kept."""
-    averaged_TN, signals_TG = torch.ops.vmoer.route(states_TD[:, : attached.hidden_size], logits_TN, attached.name)
-    if _kept is not None:
-        _kept.put(attached.layer, attached.places, signals_TG)
-    return cast(Tensor, averaged_TN)
+    assert _kept is not None
+    own_TD, into_TG = states_TD[:, : attached.hidden_size], _kept.of(attached.layer, len(states_TD))
+    return cast(Tensor, torch.ops.vmoer.route_into(own_TD, logits_TN, attached.name, into_TG))
 
 
 _CLASSES: dict[type, type] = {}

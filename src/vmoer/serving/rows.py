@@ -35,9 +35,9 @@ class Kept:
     def __init__(self, tokens: int, layers: int, device: torch.device) -> None:
         self.signals_TLG = torch.full((tokens, layers, len(SIGNALS)), torch.nan, device=device)
 
-    def put(self, layer: int, places: Tensor, signals_TG: Tensor) -> None:
-        """Keep a layer's signals; `places` says which of the lanes they are."""
-        self.signals_TLG[: len(signals_TG), layer].index_copy_(-1, places, signals_TG)
+    def of(self, layer: int, tokens: int) -> Tensor:
+        """Where the signals of a layer go, [tokens, signals]."""
+        return self.signals_TLG[:tokens, layer]
 
 
 def without_signals(parallel: Any) -> str | None:
