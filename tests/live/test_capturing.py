@@ -66,6 +66,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> type[Graph]:
     for name in ("device", "stream"):
         monkeypatch.setattr(torch.cuda, name, lambda x: contextlib.nullcontext())
     monkeypatch.setattr(capturing, "_LOCAL", capturing._Local())
+    monkeypatch.setattr(capturing, "_place", lambda device: capturing._Place(stream, None, None))
     return Graph
 
 
@@ -268,3 +269,25 @@ def test_a_token_costs_the_host_little_more(key: str, graphs: type[Graph], monke
             more_calls, more_operators = host_work(run)
         assert more_calls <= 1.10 * calls
         assert more_operators <= 1.02 * operators
+
+
+def test_a_pool_outlives_its_routers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch ends a pool with its last graph, and captures nothing into it again. Oracle: the calls of a graph that notes them."""
+    calls: list[Any] = []
+
+    class Noted:
+        def capture_begin(self, **settings: Any) -> None:
+            calls.append(settings["pool"])
+
+        def capture_end(self) -> None:
+            calls.append("end")
+
+    stream = SimpleNamespace(synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Noted)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda x: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
+    place = capturing._place(torch.device("cpu"))
+    assert calls == ["pool", "end"]
+    assert place.pool == "pool"
+    assert isinstance(place.anchor[0], Noted)

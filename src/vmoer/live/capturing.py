@@ -68,6 +68,8 @@ class _Place:
 
     stream: Any
     pool: Any
+    anchor: Any
+    """A graph that is never let go of: with the last one of a pool the pool ends, and nothing can be captured into it again."""
     room: dict[Any, Tensor] = field(default_factory=dict)
     """Where the tokens' states and positions are copied to, by dtype and size."""
     copied: Tensor | None = None
@@ -182,13 +184,23 @@ def _taken_after_a_while(kept: _Kept, key: Any, router: Any, states: Tensor, now
     return take
 
 
+def _place(device: torch.device) -> _Place:
+    stream, pool, anchor = torch.cuda.Stream(), torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
+    with _ONE, torch.cuda.stream(stream):
+        stream.synchronize()
+        anchor.capture_begin(pool=pool, capture_error_mode="thread_local")
+        held = torch.zeros(1, device=device)
+        anchor.capture_end()
+    return _Place(stream, pool, (anchor, held))
+
+
 def _taken(where: Any, states: Tensor, now: Pass, work: Callable[..., Answer], held: Any) -> _Take | None:
     """Capture; None, said once, where that cannot be."""
     here = torch.cuda.current_stream(states.device)
     with torch.cuda.device(states.device):
-        if where not in _LOCAL.places:
-            _LOCAL.places[where] = _Place(torch.cuda.Stream(), torch.cuda.graph_pool_handle())
-        place = _LOCAL.places[where]
+        place = _LOCAL.places.get(where)
+        if place is None:
+            place = _LOCAL.places[where] = _place(states.device)
         u_TD, position_T = place.input(states).copy_(states), place.input(now.positions_T).copy_(now.positions_T)
         place.copied = now.positions_T
         alone = replace(now, positions_T=position_T, asked=NOTHING, seen=set(), drawn={}, parts=())
