@@ -26,6 +26,7 @@ from vmoer.routers import Config, Router, Routing
 
 QUANTILES = torch.tensor([0.0, 0.5, 1.0])
 MOST = 2**24  # numbers that torch.quantile takes
+MANY = 4096  # tokens of a pass from which on experts are kept in two bytes: a launch more is nothing there, and memory counts
 
 
 class Generation(NamedTuple):
@@ -162,6 +163,8 @@ class Record:
         return token_signals(Inputs(method, u_TD, routing.weight_TN), routing.posterior, self.wanted)
 
     def keep(self, now: Pass, layer: int, chosen_TK: Tensor, signals: Mapping[str, Tensor]) -> None:
+        if len(chosen_TK) > MANY:
+            chosen_TK = chosen_TK.to(torch.int16)
         self._entries(now)[layer] = LayerRecord(chosen_TK, None, None, signals)
 
     def _entries(self, now: Pass) -> dict[int, LayerRecord]:
@@ -221,7 +224,7 @@ class Record:
     def experts(self) -> Tensor:
         """What was selected, [layer, batch, token, K]."""
         self._require()
-        return self._join(lambda entry: entry.experts_TK)
+        return self._join(lambda entry: entry.experts_TK.long())
 
     @property
     def mask(self) -> Tensor:
