@@ -11,9 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 
 import vmoer
+from vmoer import gates
 from vmoer.bench.geometries import SMALL
 from vmoer.bench.measure import captured
 from vmoer.bench.reading import fitted
@@ -104,42 +106,85 @@ def replays() -> str:
     return f"replayed routers: {shapes} shapes, equal"
 
 
-def close(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
-    assert ours.keys() == theirs.keys()
-    return max(error(ours[name], theirs[name]) for name in theirs)
+def watched(model: Any, plain: Any) -> list[Tensor]:
+    """Where every gate of the model, attached or not, leaves its logits and experts, layer after layer."""
+    left: list[Tensor] = []
+    for found, own in zip(gates.find(model), gates.find(plain), strict=True):
+        gate = gates.Gate.probe(own)
+
+        def keep(module: Any, args: Any, out: Any, gate: Any = gate) -> None:
+            left.extend((gate.logits(out), gate.experts(out)))
+
+        found.router.register_forward_hook(keep)
+    return left
+
+
+def same_until(ours: list[Tensor], theirs: list[Tensor], rows: int) -> tuple[list[Tensor], int]:
+    """Which tokens [B, T] are alike before each layer, and how many choices differ. Where an earlier layer chose other experts a
+    token is another one from there on, and so are those behind it in its row. Such a choice must be a tie within the error."""
+    other_BT = torch.zeros(rows, len(ours[0]) // rows, dtype=torch.bool, device=DEVICE)
+    alike, ties = [], 0
+    for place in range(0, len(ours), 2):
+        logits_TN, chosen_TK = theirs[place], theirs[place + 1]
+        top_TN = logits_TN.double().sort(-1, descending=True).values
+        k = chosen_TK.shape[1]
+        margin_BT = (top_TN[:, k - 1] - top_TN[:, k]).view_as(other_BT)
+        off_BT = (ours[place].double() - logits_TN.double()).abs().amax(-1).view_as(other_BT)
+        differs_BT = (ours[place + 1].sort(-1).values != chosen_TK.sort(-1).values).any(-1).view_as(other_BT)
+        alike.append(~other_BT)
+        assert not (differs_BT & ~other_BT & (margin_BT > 2 * off_BT)).any(), (
+            f"other experts in layer {place // 2}, no tie"
+        )
+        ties += int((differs_BT & ~other_BT).sum())
+        other_BT = (other_BT | differs_BT).cummax(1).values
+    return alike, ties
 
 
 def graphs() -> str:
-    """A recorded pass of a float32 model as one CUDA graph. Sums are taken in one order: another order of the model's own sums
-    moves near ties between experts, and then every later state."""
-    worst, draw = 0.0, random.Random(1)
+    """Recorded passes of a float32 model as one CUDA graph. The model's own sums may have another order there, which decides a
+    tie between experts otherwise: tokens are compared up to the first such tie in their row, and it must be one."""
+    worst, draw, ties, compared, whole = 0.0, random.Random(1), 0, 0, 0
     torch.use_deterministic_algorithms(True, warn_only=True)
     plain: Any = SMALL["small-granite"].build(DEVICE, torch.float32)
     plain.set_experts_implementation("batched_mm")  # the grouped product asks the host for its sizes in float32
     for key in KEYS:
-        model = fitted(plain, key, [1, 4])
+        model: Any = fitted(plain, key, [1, 4])
         for router in routers_of(model).values():
             router.float()
-        for _ in range(3):
+        left = watched(model, plain)
+        for _ in range(SHAPES // len(KEYS)):
             ids = torch.randint(1000, (draw.randint(1, 4), draw.randint(1, 300)), device=DEVICE)
             kept: dict[str, Any] = {}
 
-            def work(ids: Tensor = ids, kept: dict[str, Any] = kept, model: Any = model) -> Tensor:
+            def work(
+                ids: Tensor = ids, kept: dict[str, Any] = kept, model: Any = model, left: list[Tensor] = left
+            ) -> Tensor:
+                left.clear()
                 with vmoer.record(model) as rec:
                     out: Tensor = model(input_ids=ids, use_cache=False).logits
                 kept["rec"] = rec
                 return out
 
             work()
-            eager, experts = kept["rec"].signals, kept["rec"].experts
+            eager, chose = kept["rec"].signals, list(left)
             replay = captured(work)
             replay()
             torch.cuda.synchronize()
-            worst = max(worst, close(kept["rec"].signals, eager))
+            alike, found = same_until(left, chose, len(ids))
+            ties += found
+            for name, theirs in eager.items():
+                for at, layer in enumerate((1, 4)):
+                    of = alike[layer]
+                    compared, whole = compared + int(of.sum()), whole + of.numel()
+                    if of.any():
+                        worst = max(worst, error(kept["rec"].signals[name][at][of], theirs[at][of]))
             assert worst < 1e-5, f"{key}, {tuple(ids.shape)}: {worst:.1e}"
-            assert torch.equal(kept["rec"].experts, experts), f"{key}, {tuple(ids.shape)}: other experts"
     torch.use_deterministic_algorithms(False)
-    return f"recorded passes under CUDA graphs: {worst:.1e} off the eager ones, the same experts"
+    assert compared > 0.95 * whole, f"only {compared} of {whole} values could be compared"
+    return (
+        f"recorded passes under CUDA graphs, {SHAPES} shapes: {worst:.1e} off the eager ones; {ties} choices were ties, "
+        f"{compared / whole:.2%} of the values stand before one"
+    )
 
 
 def compiled() -> str:
@@ -244,6 +289,8 @@ def launches() -> str:
 
 
 def run(say: Callable[[str], None]) -> list[str]:
+    # transformers looks for packed rows on the host, which would forbid a graph; there are none here
+    transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
     checks: list[Check] = [spread_kernels, novelty_kernel, replays, graphs, operators, launches, compiled]
     lines = []
     for check in checks:

@@ -1,5 +1,6 @@
 """Works timed between two runs of the plain model each, and the rows that come of it."""
 
+import contextlib
 import gc
 import json
 import random
@@ -33,6 +34,10 @@ class Bench:
     say: Callable[[str], object]
     rows: list[Row] = field(default_factory=list)
     machine: dict[str, Any] = field(default_factory=dict)
+    batches: tuple[int, ...] = (1, 16)
+    """Of generation."""
+    turn: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+    """Held while generation is timed: where several processes measure, each has its turn."""
 
     def go_on(self) -> None:
         """Take over the rows that the file holds: what is measured again replaces them."""
@@ -97,10 +102,11 @@ def compare(
     most: int = 15,
     warm: int = 5,
     repeats: int = 1,
+    turn: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
 ) -> list[Row]:
     """Rounds until the budget of seconds is spent, at least three; each work between two runs of the base.
 
-    `warm` runs come before: what captures itself or compiles does so there.
+    `warm` runs come before: what captures itself or compiles does so there. Then it waits for its `turn`.
     """
     known, rows = {}, []
     for name, work in {("plain", "plain"): base, **works}.items():
@@ -114,8 +120,28 @@ def compare(
             rows.append({**about, "method": name[0], "mode": name[1], "ratio": None, "error": reason})
             clean()
     base = known.pop(("plain", "plain"))
+    times: dict[tuple[str, str], list[tuple[float, float]]] = {name: [] for name in known}
+    with turn():
+        rounds = _rounds(known, base, times, budget, most, repeats)
+    for (method, mode), values in times.items():
+        times_of, around = [own for own, _ in values], [plain for _, plain in values]
+        middle, low, high = ratio(times_of, around)
+        spread: Row = {"ratio": middle, "low": low, "high": high, "rounds": rounds}
+        spread |= {"seconds": statistics.median(times_of), "plain_seconds": statistics.median(around)}
+        rows.append({**about, "method": method, "mode": mode, **spread})
+    return rows
+
+
+def _rounds(
+    known: dict[tuple[str, str], Work],
+    base: Work,
+    times: dict[tuple[str, str], list[tuple[float, float]]],
+    budget: float,
+    most: int,
+    repeats: int,
+) -> int:
+    """Fill in `times`; how many rounds there were."""
     names = list(known)
-    times: dict[tuple[str, str], list[tuple[float, float]]] = {name: [] for name in names}
     shuffle, start, rounds = random.Random(0).shuffle, time.perf_counter(), 0
     while names and rounds < most and (rounds < 3 or (time.perf_counter() - start) * (rounds + 1) / rounds < budget):
         shuffle(names)
@@ -131,13 +157,7 @@ def compare(
         finally:
             gc.enable()
         rounds += 1
-    for (method, mode), values in times.items():
-        times_of, around = [own for own, _ in values], [plain for _, plain in values]
-        middle, low, high = ratio(times_of, around)
-        spread: Row = {"ratio": middle, "low": low, "high": high, "rounds": rounds}
-        spread |= {"seconds": statistics.median(times_of), "plain_seconds": statistics.median(around)}
-        rows.append({**about, "method": method, "mode": mode, **spread})
-    return rows
+    return rounds
 
 
 def peaks(plain: nn.Module, works: Works, models: dict[str, nn.Module], base: Work) -> dict[tuple[str, str], float]:

@@ -77,7 +77,7 @@ def prefill(bench: Bench, name: str, plain: nn.Module, models: dict[str, nn.Modu
         about = {"geometry": name, "part": "prefill", "launch": "graph" if graph else "eager", "tokens": tokens}
         rows = compare(
             works, base, {**about, "batch": run.batch}, budget * share, graph=graph, repeats=8 if graph else 1,
-            warm=2 if tokens == LARGE else 6,
+            warm=2 if tokens == LARGE else 6, most=15 if tokens == LARGE else 40,
         )  # fmt: skip
         if tokens == LARGE and DEVICE == "cuda":
             memory = peaks(plain, works, models, base)
@@ -127,7 +127,7 @@ def prompts(plain: Any, rows: int, columns: int) -> Tensor:
 def generate(bench: Bench, name: str, plain: nn.Module, models: dict[str, nn.Module], share: float) -> None:
     """`model.generate`, launched by the host. Short ones come first, in which every router is captured for the prompt's shape and
     the step's: a capture inside a timed run would be charged to one of few rounds."""
-    for batch, part in ((1, 0.6), (16, 0.4)):
+    for batch in bench.batches:
         ids = prompts(plain, batch, PROMPT)
         works = both(models, functools.partial(generation, ids=ids))
         short = both(models, functools.partial(generation, ids=ids, new=2))
@@ -135,7 +135,8 @@ def generate(bench: Bench, name: str, plain: nn.Module, models: dict[str, nn.Mod
             for work in short.values():
                 work()
         about = {"geometry": name, "part": "generate", "launch": "eager", "tokens": NEW, "batch": batch}
-        bench.add(compare(works, generation(plain, ids), about, share * part, most=40, warm=1))
+        budget = share / len(bench.batches)
+        bench.add(compare(works, generation(plain, ids), about, budget, most=40, warm=1, turn=bench.turn))
 
 
 def compiled(bench: Bench, name: str, plain: nn.Module, models: dict[str, nn.Module], share: float) -> None:
@@ -143,14 +144,14 @@ def compiled(bench: Bench, name: str, plain: nn.Module, models: dict[str, nn.Mod
     torch._dynamo.config.recompile_limit = 64
     torch._dynamo.config.automatic_dynamic_shapes = False
     start = time.perf_counter()
-    for batch in (1, 16):
+    for batch in bench.batches:
         ids = prompts(plain, batch, PROMPT)
         static: dict[str, Any] = {"cache_implementation": "static"}
         about = {"geometry": name, "part": "generate", "launch": "compiled", "tokens": NEW, "batch": batch}
         base = generation(plain, ids, **static)
         base()
         first = time.perf_counter() - start
-        works: Works = {("eager plain", "plain"): generation(plain, ids)}
+        works: Works = {("eager plain", "plain"): generation(plain, ids)} if ORDER[0] in models else {}
         for key in models:
             if works and bench.left < 2 * first + 30:
                 break
@@ -164,7 +165,8 @@ def compiled(bench: Bench, name: str, plain: nn.Module, models: dict[str, nn.Mod
                 reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
                 bench.add([{**about, "method": key, "mode": "recorded", "ratio": None, "error": reason}])
         compiles = dict(torch._dynamo.utils.counters["stats"])
-        rows = compare(works, base, about, min(max(40.0, share / 3), bench.left / 3), most=15, warm=2)
+        budget = min(max(40.0, share / 3), bench.left / 3)
+        rows = compare(works, base, about, budget, most=8, warm=2, turn=bench.turn)
         again = dict(torch._dynamo.utils.counters["stats"]) != compiles
         bench.add([{**row, "compiled_again": again} for row in rows])
         if bench.left < 2 * first + 30:
@@ -271,17 +273,18 @@ def run(
     until: float = float("inf"),
     machine: dict[str, Any] | None = None,
     go_on: bool = False,
+    **more: Any,
 ) -> list[Row]:
     """Measure until then, `parts` of the first geometry and `later` of the others; `go_on` keeps what the file holds.
 
-    `quick` measures the parts of a first look alone, and those for a tenth of the time.
+    `quick` measures the parts of a first look alone, and those for a tenth of the time. `more` are fields of `Bench`.
     """
     wanted = list(wanted) or usual()
     if quick:
         parts, later = (tuple(part for part in asked if part in QUICK) for asked in (parts, later))
     # transformers looks for packed rows on the host, which would forbid a graph; there are none here
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
-    bench = Bench(out, until, say, machine=machine or {})
+    bench = Bench(out, until, say, machine=machine or {}, **more)
     if go_on:
         bench.go_on()
     with torch.no_grad():
