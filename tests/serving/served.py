@@ -57,6 +57,10 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         | dict(n_group=2, topk_group=1, n_shared_experts=1, first_k_dense_replace=1, routed_scaling_factor=1.5),
     ),
 }
+REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "phimoe": ("Phimoe", _GQA | dict(intermediate_size=64, num_local_experts=8, num_experts_per_tok=2, head_dim=64)),
+}
+"""vLLM's classes of these choose experts by a function of their own."""
 METHODS: dict[str, vmoer.routers.Config] = {
     "vglr-fc": vmoer.FullCovariance(layers=LAYERS, prior_scale=1.5),
     "vglr-mf": vmoer.MeanField(layers=LAYERS, prior_scale=1.5),
@@ -99,7 +103,7 @@ def tokenizer() -> Any:
 
 def build(name: str, folder: Path) -> Path:
     """Write a model with weights large enough for routing that is not degenerate."""
-    family, settings = CONFIGS[name]
+    family, settings = (CONFIGS | REFUSED)[name]
     torch.manual_seed(0)
     model = getattr(tf, f"{family}ForCausalLM")(getattr(tf, f"{family}Config")(**settings)).float()
     with torch.no_grad():

@@ -205,6 +205,16 @@ def test_torch_compile(work: Path, runs: dict[str, tuple[Path, Path]]) -> None:
         assert_as_recorded(work / "compiled", case, 0, expected, experts=opaque)
 
 
+def test_a_routing_function_of_its_own_is_refused(work: Path) -> None:
+    """vLLM has one router for all functions on a CPU, and another class for such ones on a GPU. Oracle: the reason."""
+    base = served.build("phimoe", work / "phimoe")
+    run = served.train(base, "vglr-fc", work / "phimoe-vglr-fc")
+    own = {"hf_overrides": {"architectures": ["PhiMoEForCausalLM"]}}  # vLLM's class, under the name it has there
+    spec = {"phimoe": {"model": str(base), "router": str(run), "rounds": [], "options": own}}
+    with pytest.raises(AssertionError, match="layer 1 routes by a function of its own"):
+        run_cases(spec, work / "phimoe-answers")
+
+
 def test_tensor_parallel(work: Path, runs: dict[str, tuple[Path, Path]]) -> None:
     """Two processes, each with half of every matrix."""
     base, run = runs["granite"]

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from vllm.distributed.aux_output_connector import worker
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
-from vllm.model_executor.layers.fused_moe.router.custom_routing_router import CustomRoutingRouter
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.model_loader import get_model_loader, register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
@@ -159,9 +158,10 @@ def _seam(model: nn.Module, layer: int, path: str, runner: Any) -> Seam:
             raise AttachError(f"layer {layer} of the Transformers backend cannot be attached, {reason}")
         gate = Gate.probe(found)
         return Seam(found.router, gate.scoring.score, (gate.num_experts, gate.scoring.k), gate)
-    if not isinstance(theirs, BaseRouter) or isinstance(theirs, CustomRoutingRouter):
+    if not isinstance(theirs, BaseRouter) or getattr(theirs, "custom_routing_function", None) is not None:
         raise AttachError(
-            f"layer {layer} routes by {type(theirs).__name__}, and only known scores of logits can be averaged"
+            f"layer {layer} routes by a function of its own ({type(theirs).__name__}), "
+            "and only known scores of logits can be averaged"
         )
     score = cast(Score, getattr(theirs, "scoring_func", "softmax"))
     return Seam(runner, score, (theirs.global_num_experts, theirs.top_k), None)
