@@ -69,6 +69,7 @@ METHODS: dict[str, vmoer.routers.Config] = {
     "map": vmoer.Deterministic(layers=LAYERS),
     "mcdr": vmoer.MCDropout(layers=LAYERS, dropout=0.3),
     "swag": vmoer.SWAG(layers=LAYERS),
+    "everywhere": vmoer.FullCovariance(prior_scale=1.5),
 }
 
 TEMPERATURE, BIASES = 1.7, (0.3, 0.1, -0.4)
@@ -118,8 +119,9 @@ def build(name: str, folder: Path) -> Path:
     return folder
 
 
-def opened(folder: Path) -> Any:
-    return tf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+def opened(folder: Path, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
+    """In a dtype from the start: `.to(dtype)` would round the frequencies of rotary embeddings too, which engines do not."""
+    return tf.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **more).eval()
 
 
 def train(base: Path, method: str, folder: Path, lora: bool = False, seed: int = 7, calibrator: Any = None) -> Path:
@@ -167,14 +169,18 @@ def recorded(base: Path, run: Path, prompts: list[str], new: int = NEW) -> list[
     return out
 
 
-def teacher_forced(base: Path, run: Path, ids: list[int], dtype: torch.dtype) -> dict[str, Any]:
-    """What `vmoer.record` says in a dtype about tokens that are given."""
-    model = opened(base).to(dtype)
+def teacher_forced(base: Path, run: Path, texts: list[list[int]], dtype: torch.dtype, **more: Any) -> dict[str, Any]:
+    """What `vmoer.record` says in a dtype about tokens that are given: experts [T, L, K] and signals [T, L], text after text."""
+    model = opened(base, dtype, **more)
     vmoer.load(model, run)
-    with vmoer.record(model, signals="all") as rec, torch.no_grad():
-        model(input_ids=torch.tensor([ids]))
-    signals = {name: value[:, 0].T.float().tolist() for name, value in rec.signals.items()}
-    return {"experts": rec.experts[:, 0].permute(1, 0, 2).tolist(), "signals": signals}
+    experts, signals = [], []
+    for ids in texts:
+        with vmoer.record(model, signals="all") as rec, torch.no_grad():
+            model(input_ids=torch.tensor([ids]))
+        experts.append(rec.experts[:, 0].transpose(0, 1))
+        signals.append({name: value[:, 0].T.float() for name, value in rec.signals.items()})
+    joined = {name: torch.cat([one[name] for one in signals]).numpy() for name in signals[0]}
+    return {"experts": torch.cat(experts).numpy(), "signals": joined}
 
 
 def options_of(base: Path, run: Path, text: str) -> np.ndarray:
