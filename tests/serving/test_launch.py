@@ -91,7 +91,7 @@ def test_no_vllm_and_a_version_out_of_range(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(InputError, match=r"needs vLLM: pip install 'vmoer\[vllm\]'"):
         launch.check_vllm()
     monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: object())
-    for version, good in (("0.31.2", False), ("0.32.0+cpu", True), ("0.32.5", True), ("0.33.0", False), ("1.0", False)):
+    for version, good in (("0.31.2", False), ("0.32.0+cpu", True), ("0.33.0", True), ("0.34.0", False), ("1.0", False)):
         monkeypatch.setattr(launch, "_version", lambda name, found=version: found)
         if good:
             launch.check_vllm()

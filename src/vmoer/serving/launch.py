@@ -30,7 +30,7 @@ from vmoer.saved.weights import router_hash
 from vmoer.serving.rows import without_signals
 from vmoer.serving.values import Threshold
 
-VERSIONS = (0, 32), (0, 33)
+VERSIONS = (0, 32), (0, 34)
 """The first version of vLLM that is known to work, and the first that is not."""
 _GATE = re.compile(r"layers\.(\d+)\.(?:\w+\.)*?(?:gate|router|router\.layer)\.weight$")
 
