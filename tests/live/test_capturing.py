@@ -272,7 +272,7 @@ def test_a_token_costs_the_host_little_more(key: str, graphs: type[Graph], monke
 
 
 def test_a_pool_outlives_its_routers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch ends a pool with its last graph, and captures nothing into it again. Oracle: the calls of a graph that notes them."""
+    """PyTorch ends a pool with its last graph and captures no more into it. Oracle: the calls of a graph that notes them."""
     calls: list[Any] = []
 
     class Noted:

@@ -120,6 +120,7 @@ def test_transformers_compiles_a_recorded_generation(key: str) -> None:
     for _ in range(2):
         with vmoer.record(model) as ours, torch.no_grad():
             text = model.generate(**settings, compile_config=config)
+            assert (len(ours._passes), ours.count) == (1, 6)  # the tape is taken apart by whoever reads it
         with vmoer.record(model) as theirs, torch.no_grad():
             expected = model.generate(**settings, disable_compile=True)
         assert torch.equal(text, expected)

@@ -112,12 +112,12 @@ def _came_from(
     mask = more.get("attention_mask")
     if mask is not None:
         mask = mask[:, :prompt].bool().repeat_interleave(len(sequences_BT) // len(mask), 0)
-    elif (seen := record.passes[0][0].mask_BT) is not None:  # what generate made of the padding
+    elif (seen := record.first.mask_BT) is not None:  # what generate made of the padding
         mask = seen[rows_BN[:, 0].to(seen.device)]
     else:
         mask = torch.ones(len(sequences_BT), prompt, dtype=torch.bool)
     mask = mask.to(sequences_BT.device)
-    return Generation(sequences_BT, prompt, mask, real_BN, rows_BN, len(record.passes))
+    return Generation(sequences_BT, prompt, mask, real_BN, rows_BN, record.count)
 
 
 def unaligned(module: Any, config: Any, given: Any, more: Any) -> str | None:

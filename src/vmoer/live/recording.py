@@ -20,7 +20,7 @@ from vmoer.errors import InputError
 from vmoer.live import html
 from vmoer.live.context import NOTHING, Attachment, Pass
 from vmoer.live.layers import LayerRecord, compute_signals, divergences
-from vmoer.live.signals import Inputs, Wanted, names, token_signals, tried
+from vmoer.live.signals import Inputs, Rows, Wanted, names, token_signals, tried
 from vmoer.live.tape import Tape, tape_for
 from vmoer.routers import Config, Router, Routing
 
@@ -122,6 +122,16 @@ class Record:
             taped, self._taped = self._taped, None
             self._passes += _untaped(taped)
         return self._passes
+
+    @property
+    def count(self) -> int:
+        """How many passes there are; those on a tape stay there."""
+        taped = [tape for tape in (self.tape, self._taped) if tape is not None]
+        return len(self._passes) + sum(int(tape.count) for tape in taped)
+
+    @property
+    def first(self) -> Pass:
+        return (self._passes or self.passes)[0][0]
 
     def take_tape(self, attachment: Attachment, columns: int = 0) -> None:
         """Compiled code is about to run: it records on a tape with room for so many tokens."""
@@ -289,13 +299,17 @@ def _untaped(tape: Tape) -> list[tuple[Pass, dict[int, LayerRecord]]]:
     if found is None:
         raise InputError(f"more than {tape.columns} tokens of compiled passes: use one record for fewer of them")
     passes = []
+    positions: dict[tuple[int, int], Tensor] = {}  # passes of one shape have the same
     for shape, mask_BT, signals_LGT, experts_LTK in found:
-        position_T = torch.arange(shape[1], device=mask_BT.device).repeat(shape[0])
-        now = Pass(position_T, position_T.new_empty(0), mask_BT, shape, tape.of, NOTHING)
-        entries = {}
-        for at, layer in enumerate(tape.layers):
-            signals = dict(zip(tape.names, signals_LGT[at], strict=True))
-            entries[layer] = LayerRecord(experts_LTK[at], None, None, signals)
+        if shape not in positions:
+            positions[shape] = torch.arange(shape[1], device=mask_BT.device).repeat(shape[0])
+        position_T = positions[shape]
+        now = Pass(position_T, position_T[:0], mask_BT, shape, tape.of, NOTHING)
+        layers = zip(tape.layers, signals_LGT.unbind(), experts_LTK.unbind(), strict=True)
+        entries = {
+            layer: LayerRecord(experts_TK, None, None, Rows(tape.names, signals_GT))
+            for layer, signals_GT, experts_TK in layers
+        }
         passes.append((now, entries))
     return passes
 

@@ -114,7 +114,7 @@ class Tape:
         for rows, columns in self.passes_P2[:count].tolist():
             stop = start + rows * columns
             mask_BT = self.mask_C[start:stop].view(rows, columns)
-            parts = self.signals_LGC[:, :, start:stop], self.experts_LCK[:, start:stop].long()
+            parts = self.signals_LGC[:, :, start:stop], self.experts_LCK[:, start:stop]
             found.append(TapedPass((rows, columns), mask_BT, *parts))
             start = stop
         return found
