@@ -311,6 +311,26 @@ def test_the_mask_in_full_is_the_mask_as_usual(tokenizer):
     assert torch.allclose(ours[real], theirs[real], atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_the_loss_is_that_of_the_models_own_logits(tokenizer, kind):
+    """In both architectures; the second has no multiplier of its logits. Padding is never predicted."""
+    moe = up.upcycle((llama if kind == "llama" else qwen2)(tokenizer), 4, 2)
+    if kind == "llama":
+        moe.config.logits_scaling = moe.logits_scaling = 2.0
+    batch = batches.collate([([7, 8, 1, 2], 20), ([7, 8, 3], 21)], prefix=2, eos=9, lm=0.5)
+    loss, (letter, _, text, load, answers), _ = specialise.losses(moe, batch, specialise.Recipe())
+    real = (batch.token_MT[0].view(2, 8) > 0).long()
+    with torch.no_grad():
+        own = moe(batch.ids_BT, attention_mask=real).logits.log_softmax(-1)
+    ends = own[0, 3, 20], own[1, 2, 21]
+    others = own[0, 1, 1], own[0, 2, 2], own[0, 4, 9], own[1, 1, 3], own[1, 3, 9]
+    assert float(letter) == pytest.approx(-float(sum(ends)) / 2, abs=1e-4)
+    assert float(text) == pytest.approx(-float(sum(others)) / 5, abs=1e-4)
+    layers = len(moe.model.layers)
+    expected = letter + 0.5 * text + layers * (0.01 * load + 0.002 * answers)
+    assert float(loss.detach()) == pytest.approx(float(expected), abs=1e-4)
+
+
 def test_shares_of_the_load_by_hand():
     """Three tokens, two layers, top-1 of two experts; the third token is the only last one."""
     logits = torch.tensor([[[1.0, 0], [1, 0], [0, 2]], [[0, 1], [0, 1], [0, 1]]])

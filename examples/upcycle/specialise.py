@@ -214,7 +214,8 @@ def losses(model: Any, batch: Batch, recipe: Recipe) -> tuple[Tensor, Tensor, Te
     with router_logits(model) as logits_LTN:
         out = model.get_decoder()(**inputs, use_cache=False)
     states_PD = out.last_hidden_state.flatten(0, 1)[batch.place_P]
-    logits_PV = model.get_output_embeddings()(states_PD).float() / model.config.logits_scaling
+    scaling = getattr(model.config, "logits_scaling", 1.0)  # a Qwen2Moe has none
+    logits_PV = model.get_output_embeddings()(states_PD).float() / scaling
     nll_P = F.cross_entropy(logits_PV, batch.target_P, reduction="none")
     chosen_MLN, mean_MLN = load_shares(torch.stack(logits_LTN), batch.token_MT, model.config.num_experts_per_tok)
     load_M = chosen_MLN.shape[-1] * (chosen_MLN * mean_MLN).sum((1, 2))
