@@ -119,7 +119,7 @@ def test_a_qwen2_becomes_a_qwen2_moe_that_computes_the_same(tokenizer, tmp_path,
     dense = qwen2(tokenizer, **changes)
     moe = up.upcycle(dense, experts, top_k, router_sd=1.0)
     assert type(moe).__name__ == "Qwen2MoeForCausalLM"
-    moe.save_pretrained(tmp_path)
+    up.apart(moe, torch.float32).save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
     ids = torch.randint(3, len(tokenizer), (3, 20))
     with torch.no_grad():
@@ -128,6 +128,35 @@ def test_a_qwen2_becomes_a_qwen2_moe_that_computes_the_same(tokenizer, tmp_path,
         assert torch.equal(again(ids).logits, moe(ids).logits)
         dense.model.layers[0].self_attn.q_proj.bias.zero_()
         assert (dense(ids).logits - theirs).abs().max() > 0.01  # the biases do matter
+
+
+def test_experts_share_their_memory_until_they_are_set_apart(tokenizer):
+    """Oracle: the storages. Then each has its own, and what a weight is cast to is what it is."""
+    dense = qwen2(tokenizer)
+    moe = up.upcycle(dense, 8, 2)
+    experts = [layer.mlp.experts for layer in moe.model.layers]
+    size = sum(p.untyped_storage().nbytes() for e in experts for p in e.parameters())
+    assert size == sum(p.untyped_storage().nbytes() for layer in dense.model.layers for p in layer.mlp.parameters())
+    assert all(p.isfinite().all() for p in moe.parameters())
+    theirs = {p.untyped_storage().data_ptr() for p in dense.parameters()}
+    assert not theirs & {p.untyped_storage().data_ptr() for p in moe.parameters()}  # and none with the dense model
+    before = {name: p.detach().clone() for name, p in moe.named_parameters()}
+    up.apart(moe, torch.bfloat16)
+    for name, p in moe.named_parameters():
+        assert torch.equal(p, before[name].bfloat16())
+        assert p.untyped_storage().nbytes() == p.numel() * 2
+    assert moe.lm_head.weight is moe.model.embed_tokens.weight
+
+
+def test_the_precision_that_is_saved(folders, tmp_path):
+    """Oracle: the float32 folder, cast."""
+    out = tmp_path / "moe"
+    more = ["--experts", "4", "--dtype", "bfloat16"]
+    assert up.run(up.main, ["--dense", str(folders / "dense"), "--out", str(out), *more]) == 0
+    ours, theirs = (AutoModelForCausalLM.from_pretrained(folder) for folder in (out, folders / "moe"))
+    assert ours.dtype == torch.bfloat16
+    for name, p in theirs.named_parameters():
+        assert torch.equal(ours.get_parameter(name), p.bfloat16())
 
 
 def test_saved_and_loaded_it_still_does(folders, tokenizer):

@@ -8,7 +8,8 @@ weighed, give what the dense network gave:
     sum_k softmax(l)_k E(u) = E(u)
 
 This is sparse upcycling (Komatsuzaki et al., 2023), the way Qwen1.5-MoE was made from Qwen-1.8B. The script compares both
-models' logits before it saves anything.
+models' logits in float32 before it saves anything. Until then the copies of an expert share its memory, so that all of them
+together take what the dense model takes.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from transformers import GraniteMoeConfig, GraniteMoeForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM
+from transformers.initialization import no_init_weights
 
 from vmoer import gates
 from vmoer.errors import InputError, RunError
@@ -37,6 +39,7 @@ from vmoer.files import write_json
 from vmoer.models import open_model
 
 TOLERANCE = 1e-3
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SILENT = 16
 """Hidden size of the shared expert that Qwen2Moe must have; what it computes is multiplied by zero."""
 TEXTS = (
@@ -86,13 +89,17 @@ SAME = (
 
 
 def blank(dense: Any, experts: int, top_k: int) -> Any:
-    """A Mixture-of-Experts of the dense model's measures, its weights still to be filled in."""
+    """A Mixture-of-Experts of the dense model's measures. Its weights are still to be filled in, and take no memory before."""
     if not 1 <= top_k <= experts:
         raise InputError(f"top-{top_k} of {experts} experts: at least one, and no more than there are")
     same = {name: copy.deepcopy(getattr(dense, name)) for name in SAME.split()}
-    if dense.model_type == "qwen2":
-        return Qwen2MoeForCausalLM(_qwen2_moe(dense, same, experts, top_k))
-    return GraniteMoeForCausalLM(_granite_moe(dense, same, experts, top_k))
+    with no_init_weights():
+        if dense.model_type == "qwen2":
+            moe: Any = Qwen2MoeForCausalLM(_qwen2_moe(dense, same, experts, top_k))
+        else:
+            moe = GraniteMoeForCausalLM(_granite_moe(dense, same, experts, top_k))
+    moe.tie_weights()
+    return moe
 
 
 def _qwen2_moe(dense: Any, same: dict[str, Any], experts: int, top_k: int) -> Any:
@@ -136,7 +143,8 @@ def upcycle(dense: Any, experts: int = 8, top_k: int = 2, router_sd: float | Non
     """The dense model's twin. Router weights have a standard deviation of `router_sd`, by default 7 / sqrt(D).
 
     The logits' spread is that times the norm of the router's input, which RMSNorm's learned scales leave at 2 to 10 in
-    SmolLM2, not at sqrt(D): 7 / sqrt(D) makes it about 1 there.
+    SmolLM2, not at sqrt(D): 7 / sqrt(D) makes it about 1 there. The experts of a layer are one, seen several times: `apart`
+    gives each its own memory.
     """
     moe = blank(dense.config, experts, top_k)
     theirs, left = dict(dense.named_parameters()), dict(moe.named_parameters())
@@ -146,20 +154,31 @@ def upcycle(dense: Any, experts: int = 8, top_k: int = 2, router_sd: float | Non
     sd = 7 / math.sqrt(dense.config.hidden_size) if router_sd is None else router_sd
     for found in gates.find(moe):
         mlp, block = dense.model.layers[found.layer].mlp, cast(Any, found.block)
-        block.experts.gate_up_proj.copy_(torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]))
-        block.experts.down_proj.copy_(mlp.down_proj.weight)
+        block.experts.gate_up_proj.data = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]).expand(experts, -1, -1)
+        block.experts.down_proj.data = mlp.down_proj.weight.clone().expand(experts, -1, -1)
         router: Any = found.router
         router.weight.normal_(0, sd, generator=generator)
         done = {block.experts.gate_up_proj, block.experts.down_proj, router.weight}
         if hasattr(block, "shared_expert"):
+            silent = [*block.shared_expert.parameters(), *block.shared_expert_gate.parameters()]
+            for p in silent:
+                p.normal_(0, dense.config.initializer_range, generator=generator)
             block.shared_expert.down_proj.weight.zero_()
-            done |= {*block.shared_expert.parameters(), *block.shared_expert_gate.parameters()}
+            done |= {*silent}
         left = {name: p for name, p in left.items() if p not in done}
     if left:  # a random weight would not be noticed where the model happens to ignore it on a few texts
         some = ", ".join(sorted(left)[:3])
         raise RunError(f"no weights were found for {some}: this transformers lays them out otherwise")
     moe.generation_config = copy.deepcopy(dense.generation_config)
+    moe.set_experts_implementation("eager")  # the kernels may not take experts that share their memory
     return moe.eval()
+
+
+def apart(moe: Any, dtype: torch.dtype) -> Any:
+    """The same model in another precision, with experts that can be trained and saved, one parameter after the other."""
+    for p in moe.parameters():
+        p.data = p.data.to(dtype).contiguous()
+    return moe
 
 
 @torch.no_grad()
@@ -210,6 +229,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--experts", type=int, default=8)
     parser.add_argument("--top-k", type=int, default=2)
     parser.add_argument("--router-sd", type=float, help="of the routers' weights; default 7 / sqrt(hidden size)")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights that are saved")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(arguments)
     start = time.monotonic()
@@ -225,8 +245,9 @@ def main(arguments: list[str] | None = None) -> None:
     if not difference < TOLERANCE:
         raise RunError(f"the upcycled model does not compute the same: logits differ by {difference:.3g}")
     facts = {"dense": Path(args.dense).name, "experts": args.experts, "top_k": args.top_k, "seed": args.seed}
-    facts |= {"logit_difference": difference, "seconds": round(time.monotonic() - start, 1)}
-    save_whole(args.out, moe, tokenizer, {"upcycle.json": facts})
+    facts |= {"logit_difference": difference, "dtype": args.dtype, "seconds": round(time.monotonic() - start, 1)}
+    del dense
+    save_whole(args.out, apart(moe, DTYPES[args.dtype]), tokenizer, {"upcycle.json": facts})
     print(f"saved to {args.out} ({time.monotonic() - start:.0f} s)")
 
 
