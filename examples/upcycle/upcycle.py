@@ -8,14 +8,15 @@ weighed, give what the dense network gave:
     sum_k softmax(l)_k E(u) = E(u)
 
 This is sparse upcycling (Komatsuzaki et al., 2023), the way Qwen1.5-MoE was made from Qwen-1.8B. The script compares both
-models' logits in float32 before it saves anything. Until then the copies of an expert share its memory, so that all of them
-together take what the dense model takes.
+models' logits in float32 before it saves anything. Until then the copies of an expert share its memory, so that both models
+together take less than two dense ones, however many experts there are.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import math
 import os
 import shutil
@@ -143,8 +144,8 @@ def upcycle(dense: Any, experts: int = 8, top_k: int = 2, router_sd: float | Non
     """The dense model's twin. Router weights have a standard deviation of `router_sd`, by default 7 / sqrt(D).
 
     The logits' spread is that times the norm of the router's input, which RMSNorm's learned scales leave at 2 to 10 in
-    SmolLM2, not at sqrt(D): 7 / sqrt(D) makes it about 1 there. The experts of a layer are one, seen several times: `apart`
-    gives each its own memory.
+    SmolLM2, not at sqrt(D): 7 / sqrt(D) makes it about 1 there. The experts of a layer are one, seen several times, whose down
+    projection is the dense model's own tensor: `apart` gives each its own memory.
     """
     moe = blank(dense.config, experts, top_k)
     theirs, left = dict(dense.named_parameters()), dict(moe.named_parameters())
@@ -155,7 +156,7 @@ def upcycle(dense: Any, experts: int = 8, top_k: int = 2, router_sd: float | Non
     for found in gates.find(moe):
         mlp, block = dense.model.layers[found.layer].mlp, cast(Any, found.block)
         block.experts.gate_up_proj.data = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]).expand(experts, -1, -1)
-        block.experts.down_proj.data = mlp.down_proj.weight.clone().expand(experts, -1, -1)
+        block.experts.down_proj.data = mlp.down_proj.weight.expand(experts, -1, -1)
         router: Any = found.router
         router.weight.normal_(0, sd, generator=generator)
         done = {block.experts.gate_up_proj, block.experts.down_proj, router.weight}
@@ -196,8 +197,8 @@ def save_whole(folder: Path, model: Any, tokenizer: Any, reports: dict[str, Any]
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = folder.with_name(f".{folder.name}.{os.getpid()}")
     try:
-        for one in (model, tokenizer):
-            one.save_pretrained(partial)
+        model.save_pretrained(partial, max_shard_size="2GB")  # a file is copied in memory before it is written
+        tokenizer.save_pretrained(partial)
         for name, report in reports.items():
             write_json(partial / name, report)
         os.replace(partial, folder)
@@ -247,6 +248,7 @@ def main(arguments: list[str] | None = None) -> None:
     facts = {"dense": Path(args.dense).name, "experts": args.experts, "top_k": args.top_k, "seed": args.seed}
     facts |= {"logit_difference": difference, "dtype": args.dtype, "seconds": round(time.monotonic() - start, 1)}
     del dense
+    gc.collect()  # its modules refer to each other
     save_whole(args.out, apart(moe, DTYPES[args.dtype]), tokenizer, {"upcycle.json": facts})
     print(f"saved to {args.out} ({time.monotonic() - start:.0f} s)")
 
