@@ -4,6 +4,7 @@ import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ import labels
 import registered
 import run as example
 import verdicts
+from comparisons import COMPARISONS, SMOLMOE, Comparison
 
 __all__ = ["place"]
 BETTER = {"map-all": 1.0, "map-all+orders": 0.5, "vglr-mf@permuted": 1.0, "vglr-mf@permuted+orders+routing": 0.1}
@@ -40,12 +42,14 @@ def write(
     results: Path,
     noise: Mapping[str, float],
     at_chance: tuple[str, str] = ("", ""),
-    seeds: int = len(equal.SEEDS),
-    homes: Sequence[str] = equal.HOMES,
+    seeds: int | None = None,
+    homes: Sequence[str] | None = None,
+    of: Comparison = SMOLMOE,
 ) -> Path:
     """Predictions as run.py --report leaves them. Labels of equal noise are equally good, and differ."""
-    for home in homes:
-        tables, shifts = [], [one for one in equal.SHIFTED if one != home]
+    seeds = len(of.seeds) if seeds is None else seeds
+    for home in of.homes if homes is None else homes:
+        tables, shifts = [], list(of.sets(home)[1:])
         for task, split, n in ((home, "validation", 120), (home, "test", 250), *((one, "test", 150) for one in shifts)):
             rng = np.random.default_rng([*map(ord, home + task + split)])
             logits = 1.5 * rng.normal(size=(n, 4))
@@ -65,7 +69,7 @@ def write(
                     tables.append(pa.table(columns))
         (results / home).mkdir(parents=True)
         pq.write_table(pa.concat_tables(tables), results / home / "predictions.parquet")
-        meta = {"model": "m", "source_task": home, "ood_tasks": shifts, "split": "test"}
+        meta = {"model": of.name, "source_task": home, "ood_tasks": shifts, "split": "test"}
         (results / home / "meta.json").write_text(json.dumps(meta))
         said = {
             f"{label}-s{seed}/meta.json": {"method": label, "seed": seed, "passes": 8}
@@ -116,7 +120,7 @@ def test_nothing_is_found_where_nothing_is(tmp_path: Path) -> None:
 def test_what_people_use_instead_stands_beside_the_labels(tmp_path: Path) -> None:
     """Oracle: the world. Half the noise is better, by an interval that says so; what was not run is not there."""
     results = write(tmp_path / "results", {"map-all": 1.0, "blob": 0.5}, seeds=2)
-    _, _, row = labels.beside(results, registered.metas(results)).splitlines()
+    _, _, row = labels.beside(SMOLMOE, results, registered.metas(results)).splitlines()
     label, passes, seeds, home, shifts, accuracy = (cell.strip() for cell in row.strip("|").split("|"))
     assert (label, passes, seeds) == ("blob", "8", "0, 1")
     for found in (home, shifts):
@@ -138,9 +142,9 @@ def test_a_home_at_chance_is_reported_apart(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("seeds", "homes", "says"),
     [
-        (4, equal.HOMES, "home sciq, seed 4: no map-all on all sets"),
-        (5, equal.HOMES[:3], "home sciq is missing"),
-        (6, equal.HOMES, "seed 5 is none of the study's"),
+        (4, SMOLMOE.homes, "home sciq, seed 4: no map-all on all sets"),
+        (5, SMOLMOE.homes[:3], "home sciq is missing"),
+        (6, SMOLMOE.homes, "seed 5 is none of the study's"),
     ],
 )
 def test_an_incomplete_study_has_no_verdict(tmp_path: Path, seeds: int, homes: tuple[str, ...], says: str) -> None:
@@ -193,7 +197,7 @@ def test_an_interval_over_homes_covers_as_often_as_it_says() -> None:
     for _ in range(400):
         shared = rng.normal(size=100)
         worlds: dict[str, dict[str, registered.Home]] = {name: {} for name in covered}
-        for home in equal.HOMES:
+        for home in SMOLMOE.homes:
             change = [shared + rng.normal(size=100) for _ in range(3)]
             for name, more in (("same", ""), ("own", home)):
                 ids = tuple(f"{more}{i}" for i in range(100))
@@ -229,25 +233,25 @@ def test_the_document_says_what_the_code_does() -> None:
     """Oracle: REGISTERED.md, read as text: labels, pairs, homes, numbers."""
     text = (EXAMPLE / "REGISTERED.md").read_text()
     written = set(re.findall(r"`((?:map|vglr|mean|mcdr|last)[\w@+.-]*)`", text.partition("## The printed")[0]))
-    assert written - {f"{head}" for head in equal.ASKED} <= set(equal.labels())
-    assert set(equal.labels()) <= written
+    assert written - {f"{head}" for head in SMOLMOE.asked} <= set(SMOLMOE.labels())
+    assert set(SMOLMOE.labels()) <= written
     contrasts = text.partition("What routing adds")[2].partition("**The goal**")[0]
     for ours, theirs in registered.CONTRASTS:
         assert f"`{ours}`" in contrasts
         assert f"`{theirs}`" in contrasts
-    assert ", ".join(equal.HOMES) in text
-    assert f"({equal.SHIFTED['medmcqa']} of each" in text
-    assert f"mmlu_law ({equal.SHIFTED['mmlu_law']})" in text
+    assert ", ".join(SMOLMOE.homes) in text
+    assert f"({SMOLMOE.shifted['medmcqa']} of each" in text
+    assert f"mmlu_law ({SMOLMOE.shifted['mmlu_law']})" in text
     assert f"{registered.DRAWS:,} draws" in text
-    assert f"learning rate {equal.STAGE1.lr:g}".replace("0.0007", "7e-4") in text
-    assert equal.SEEDS == (0, 1, 2, 3, 4)
+    assert f"learning rate {SMOLMOE.stage1.lr:g}".replace("0.0007", "7e-4") in text
+    assert SMOLMOE.seeds == (0, 1, 2, 3, 4)
     assert "Seeds** 0 to 4" in text
-    assert ", ".join(map(str, [*equal.BATCH.values()][:3])) + f" and {equal.BATCH['sciq']}" in text
+    assert ", ".join(map(str, [*SMOLMOE.batch.values()][:3])) + f" and {SMOLMOE.batch['sciq']}" in text
     assert registered.LEVEL == 0.05
     assert registered.SLACK == 0.005
     instead = text.partition("## What people use instead")[2]
-    assert all(f"`{label}`" in instead for label in equal.ADAPTERS)
-    assert equal.FEWER == {"printed": 2, "adapters": 2}
+    assert all(f"`{label}`" in instead for label in SMOLMOE.adapters)
+    assert SMOLMOE.own_seeds == {"printed": (0, 1), "adapters": (0, 1)}
     assert text.count("seeds 0 and 1") == 2
     assert equal.BACKGROUND in instead
 
@@ -266,28 +270,30 @@ def test_the_list_has_every_label_for_every_seed_and_home(place: tuple[str, str]
     """Oracle: REGISTERED.md, written out. What belongs together comes together, and each seed has the next base model."""
     found = missing(example.wanted(example.parser().parse_args(arguments(place, tmp_path))), tmp_path)
     left = {path.parent.name for cell in found for path in cell.leaves if cell.key["part"] != "printed"}
-    for label in equal.labels():
+    for label in SMOLMOE.labels():
         assert {f"{label}-s{seed}" for seed in range(5)} <= left
     own = [(cell.key["seed"], cell.study) for cell in found if cell.key["part"] == "equal"]
-    assert list(dict.fromkeys(own)) == [(seed, home) for seed in range(5) for home in equal.HOMES]
-    models = [cell.work.args[0].model for cell in found if cell.key["method"] == "map-all"]  # type: ignore[attr-defined]
+    assert list(dict.fromkeys(own)) == [(seed, home) for seed in range(5) for home in SMOLMOE.homes]
+    models = [cell.work.args[1].model for cell in found if cell.key["method"] == "map-all"]  # type: ignore[attr-defined]
     assert len(models) == 20
     files = [cell.leaves for cell in found]
     for i, cell in enumerate(found):
         assert {need.leaves for need in cell.needs} <= set(files[:i]), cell.title
-    assert all(0 < equal.expected(cell) < 510 for cell in found)  # each ends in a piece of eight and a half minutes
+    assert all(
+        0 < equal.expected(SMOLMOE, cell) < 510 for cell in found
+    )  # each ends in a piece of eight and a half minutes
     printed = {cell.key["method"] for cell in found if cell.key["part"] == "printed"}
     assert {"map@printed", "vglr-mf@printed", "vglr-fc@printed-fast-best", "stage 1 of map@printed"} <= printed
-    for part, homes in (("printed", equal.PRINTED_ON), ("adapters", equal.HOMES)):
+    for part, homes in (("printed", SMOLMOE.printed_on), ("adapters", SMOLMOE.homes)):
         places = {(cell.key["seed"], cell.study) for cell in found if cell.key["part"] == part}
         assert places == {(seed, home) for seed in (0, 1) for home in homes}
     beside = {cell.key["method"] for cell in found if cell.key["part"] == "adapters"}
-    assert beside == {*equal.ADAPTERS, "stage 1 of lora-dropout", "stage 1 of blob"}
+    assert beside == {*SMOLMOE.adapters, "stage 1 of lora-dropout", "stage 1 of blob"}
 
 
 def test_a_seed_by_itself_takes_the_parts_that_it_has(place: tuple[str, str], tmp_path: Path) -> None:
     """Oracle: REGISTERED.md. The printed protocol has seeds 0 and 1, whichever seeds a machine computes."""
-    for seed, parts in ((1, set(equal.PARTS)), (3, {"equal", "ensembles"})):
+    for seed, parts in ((1, set(SMOLMOE.parts)), (3, {"equal", "ensembles"})):
         asked = example.parser().parse_args(arguments(place, tmp_path, "--seeds", str(seed)))
         assert {cell.key["part"] for cell in example.wanted(asked)} == parts
 
@@ -299,10 +305,8 @@ def test_a_seed_is_computed_packed_and_reported_at_equal_data(
     """Oracle: the sizes of the small world. The digest of what a label has seen is one for all labels of a home."""
     homes = ("sciq",)
     kept = ("map-all", "vglr-mf@permuted", "map-all.1", "map-all.2")
-    for module in (equal, registered):
-        monkeypatch.setattr(module, "HOMES", homes)
-    monkeypatch.setattr(registered, "SEEDS", (0,))
-    monkeypatch.setattr(equal, "ASKED", {head: equal.ASKED[head] for head in kept})
+    small = replace(SMOLMOE, homes=homes, seeds=(0,), asked={head: SMOLMOE.asked[head] for head in kept})
+    monkeypatch.setitem(COMPARISONS, "smolmoe", small)
     piece = arguments(place, tmp_path / "out", "--only", "equal", "--seeds", "0", "--pack", str(tmp_path / "pack"))
     assert example.main(piece) == 0
     there = str(tmp_path / "there")
@@ -310,14 +314,14 @@ def test_a_seed_is_computed_packed_and_reported_at_equal_data(
     results = tmp_path / "there" / "results"
     for home in homes:
         seen = {method: meta["seen"] for (task, method, _), meta in registered.metas(results).items() if task == home}
-        assert set(seen) == {*equal.labels(), "map-all.1", "map-all.2"} - {"map-ens5"}
+        assert set(seen) == {*small.labels(), "map-all.1", "map-all.2"} - {"map-ens5"}
         assert len({about["questions"] for about in seen.values()}) == 1
     capsys.readouterr()
     monkeypatch.setattr(sys, "argv", ["labels.py", str(results)])
     assert labels.main() == 0
     rows = {row.split("|")[1].strip(): row for row in capsys.readouterr().out.splitlines()[2:] if row.startswith("|")}
-    cells = {label: [cell.strip() for cell in rows[label].split("|")[2:5]] for label in equal.labels() if label in rows}
-    assert set(cells) == set(equal.labels()) - {"map-ens5"}
+    cells = {label: [cell.strip() for cell in rows[label].split("|")[2:5]] for label in small.labels() if label in rows}
+    assert set(cells) == set(small.labels()) - {"map-ens5"}
     assert cells["map-all"] == ["1", "16", "20"]
     assert cells["map-all+orders4"][0] == "4"
     assert cells["map-ens3"][0] == "3"
@@ -348,15 +352,14 @@ def test_the_labels_beside_the_equal_ones_are_computed_and_described(
     place: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Oracle: REGISTERED.md. Ensembles of five, adapters over as many samples as others take passes, 35 passes as printed."""
-    monkeypatch.setattr(equal, "PRINTED_ON", ("sciq",))
-    monkeypatch.setattr(labels, "PRINTED_ON", ("sciq",))
-    monkeypatch.setattr(
-        equal, "PRINTED", {head: equal.PRINTED[head] for head in ("map@printed", "vglr-mf@printed-best")}
+    small = replace(
+        SMOLMOE,
+        homes=("sciq",),
+        asked=dict.fromkeys(("map-all", "map-all.1", "map-all.2"), ("",)),
+        printed_on=("sciq",),
+        printed={head: SMOLMOE.printed[head] for head in ("map@printed", "vglr-mf@printed-best")},
     )
-    monkeypatch.setattr(labels, "PRINTED", equal.PRINTED)
-    monkeypatch.setattr(equal, "ASKED", dict.fromkeys(("map-all", "map-all.1", "map-all.2"), ("",)))
-    for module in (equal, registered):
-        monkeypatch.setattr(module, "HOMES", ("sciq",))
+    monkeypatch.setitem(COMPARISONS, "smolmoe", small)
     parts = ("equal", "ensembles", "printed", "adapters")
     asked = arguments(place, tmp_path / "out", "--only", *parts, "--seeds", "0", "--pack", str(tmp_path / "pack"))
     assert example.main(asked) == 0
@@ -365,12 +368,12 @@ def test_the_labels_beside_the_equal_ones_are_computed_and_described(
     results = tmp_path / "there" / "results"
     passes = {method: meta["passes"] for (_, method, _), meta in registered.metas(results).items()}
     assert passes["map-ens5"] == 5
-    assert {passes[label] for label in equal.ADAPTERS} == {4}
+    assert {passes[label] for label in SMOLMOE.adapters} == {4}
     assert passes["vglr-mf@printed-best+full35"] == 35
     assert passes["vglr-mf@printed-best"] == 1
     capsys.readouterr()
     monkeypatch.setattr(sys, "argv", ["labels.py", str(results)])
     assert labels.main() == 0
     out = capsys.readouterr().out
-    for label in (*equal.ADAPTERS, "map-ens5", "vglr-mf@printed-best+full35"):
+    for label in (*SMOLMOE.adapters, "map-ens5", "vglr-mf@printed-best+full35"):
         assert f"| {label} |" in out

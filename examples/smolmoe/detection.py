@@ -2,7 +2,7 @@
 
     python examples/smolmoe/detection.py OUT/results
 
-Markdown, two tables of AUROC, means over homes and seeds of the registered study. They describe, and test nothing. A score of
+Markdown, two tables of AUROC, means over homes and seeds of a registered study. They describe, and test nothing. A score of
 routing stands beside those that know nothing of it: words that training never had, the prompt's length, energy, distances and a
 probe of the last layer. "equal length" is of pairs of prompts of equal length, where there are enough.
 """
@@ -13,8 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from equal import HOMES
-from registered import BASE, present
+from comparisons import BASE, of_results
 
 from vmoer import metrics
 from vmoer.evaluation import predictions
@@ -124,13 +123,14 @@ def errors(groups: list[Predictions]) -> str:
 
 
 def main() -> int:
-    if len(sys.argv) != 2 or not present(Path(sys.argv[1])):
+    of = of_results(Path(sys.argv[1])) if len(sys.argv) == 2 else None
+    if of is None:
         print(
             "usage: python examples/smolmoe/detection.py OUT/results    (of run.py --registered --report)",
             file=sys.stderr,
         )
         return 2
-    groups = [calibrated(group) for group in predictions.load(Path(sys.argv[1])) if group.source_task in HOMES]
+    groups = [calibrated(group) for group in predictions.load(Path(sys.argv[1])) if group.source_task in of.homes]
     print(f"{shifts(groups)}\n\n{errors(groups)}")
     return 0
 

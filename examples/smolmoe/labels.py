@@ -1,4 +1,4 @@
-"""Tables of the registered study, from OUT/results alone: python examples/smolmoe/labels.py OUT/results
+"""Tables of a registered study, from OUT/results alone: python examples/smolmoe/labels.py OUT/results
 
 Markdown: the labels, with their passes and the questions that they have seen; what people use in place of routers; whether
 training moved the routers; the printed protocol. They describe, and test nothing (registered.py does).
@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from equal import ADAPTERS, PRINTED, PRINTED_ON, labels
+from comparisons import BASE, Comparison, of_results
 from registered import (
-    BASE,
     Home,
     Metas,
     complete,
@@ -21,7 +20,6 @@ from registered import (
     difference_on,
     home_of,
     metas,
-    present,
     read,
     seeds_of,
     shown,
@@ -31,11 +29,11 @@ from vmoer.evaluation import predictions
 from vmoer.report.tables import grid
 
 
-def table(results: Path, said: Metas) -> str:
+def table(of: Comparison, results: Path, said: Metas) -> str:
     """Every label: passes, questions seen in training and for choosing, and calibrated NLL and accuracy, a mean over seeds."""
-    homes = read(results, labels())
+    homes = read(of, results, of.labels())
     body = []
-    for label in labels():
+    for label in of.labels():
         if not complete(homes, label):
             continue
         own = [meta for (_, method, _), meta in said.items() if method == label]
@@ -55,11 +53,11 @@ def _mean(homes: Mapping[str, Home], label: str, what: str, shifts: bool) -> flo
     )
 
 
-def beside(results: Path, said: Metas) -> str:
+def beside(of: Comparison, results: Path, said: Metas) -> str:
     """What people use in place of routers, against the baseline on the seeds that it was run for: described, not tested."""
-    homes = read(results, [BASE, *ADAPTERS])
+    homes = read(of, results, [BASE, *of.adapters])
     body = []
-    for label in ADAPTERS:
+    for label in of.adapters:
         seeds = [seed for seed in seeds_of(homes) if seed in seeds_of(homes, label)]
         if seeds:
             passes = "/".join(sorted({str(meta["passes"]) for (_, method, _), meta in said.items() if method == label}))
@@ -70,12 +68,12 @@ def beside(results: Path, said: Metas) -> str:
     return "\n".join(grid([f"less {BASE}", "passes", "seeds", "NLL home", "NLL shifts", "accuracy"], body))
 
 
-def printed(results: Path) -> str:
+def printed(of: Comparison, results: Path) -> str:
     """The printed protocol, each label against its own MAP model: answers as they are, and calibrated; a mean over seeds."""
     found = {group.source_task: group for group in predictions.load(results)}
-    asked = [f"{head}{how}" for head, ways in PRINTED.items() for how in ways]
+    asked = [f"{head}{how}" for head, ways in of.printed.items() for how in ways]
     body = []
-    for home in PRINTED_ON:
+    for home in of.printed_on:
         ways = (
             [home_of(found[home], asked, calibrate=calibrate) for calibrate in (False, True)] if home in found else []
         )
@@ -112,7 +110,8 @@ def moved(said: Metas) -> str:
 
 
 def main() -> int:
-    if len(sys.argv) != 2 or not present(Path(sys.argv[1])):
+    of = of_results(Path(sys.argv[1])) if len(sys.argv) == 2 else None
+    if of is None:
         print(
             "usage: python examples/smolmoe/labels.py OUT/results    (of run.py --registered --report)",
             file=sys.stderr,
@@ -120,7 +119,7 @@ def main() -> int:
         return 2
     results = Path(sys.argv[1])
     said = metas(results)
-    print("\n\n".join((table(results, said), beside(results, said), moved(said), printed(results))))
+    print("\n\n".join((table(of, results, said), beside(of, results, said), moved(said), printed(of, results))))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The tests of REGISTERED.md from OUT/results alone; verdicts.py prints them.
+"""The tests of REGISTERED.md, or of LARGER.md, from OUT/results alone; verdicts.py prints them.
 
 Every answer goes through the calibrator that cross-validation chooses on the validation answers of its own label, seed and task.
 A difference is paired by question and by seed. A draw takes a task's questions by their ids, the same ones for every home that
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 from audit import adjusted
-from equal import HOMES, SEEDS, SHIFTED, labels
+from comparisons import BASE, Comparison, of_results
 
 from vmoer import metrics
 from vmoer.errors import InputError
@@ -31,7 +31,6 @@ DRAWS = 2000
 LEVEL = 0.05
 SLACK = 0.005
 """Of accuracy, below which a label counts as less accurate."""
-BASE = "map-all"
 ROUTED = ("vglr-mf@permuted", "vglr-fc@permuted")
 CONTRASTS = [
     *((f"{key}+orders+routing", f"{BASE}+orders") for key in (*ROUTED, "mcdr@permuted")),
@@ -69,11 +68,6 @@ class Line(NamedTuple):
     found: str
 
 
-def present(results: Path) -> bool:
-    """Whether these are results of the registered study."""
-    return (results / HOMES[0]).is_dir() and any(BASE in p.read_text() for p in results.glob("*/files.json"))
-
-
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
@@ -99,10 +93,10 @@ def bases(said: Metas) -> dict[int, int]:
     return {seed: len(own) for (seed, _), own in found.items() if len(own) > 1}
 
 
-def read(results: Path, wanted: Sequence[str]) -> dict[str, Home]:
+def read(of: Comparison, results: Path, wanted: Sequence[str]) -> dict[str, Home]:
     """By home, in their order; labels that are not wanted are left out."""
     found = {group.source_task: group for group in predictions.load(results)}
-    return {home: home_of(found[home], wanted) for home in HOMES if home in found}
+    return {home: home_of(found[home], wanted) for home in of.homes if home in found}
 
 
 def home_of(group: predictions.Predictions, wanted: Sequence[str], *, calibrate: bool = True) -> Home:
@@ -198,23 +192,23 @@ def kept_apart(homes: Mapping[str, Home]) -> list[str]:
     return [name for name, losses in own.items() if losses and np.mean(losses) >= homes[name].constant]
 
 
-def missing(homes: Mapping[str, Home]) -> list[str]:
+def missing(of: Comparison, homes: Mapping[str, Home]) -> list[str]:
     """What stands between these answers and a verdict: homes, sets and seeds that the baseline lacks, and seeds too many."""
-    out = [f"home {name} is missing" for name in HOMES if name not in homes]
+    out = [f"home {name} is missing" for name in of.homes if name not in homes]
     for name, home in homes.items():
-        sets = (name, *(one for one in SHIFTED if one != name))
-        for seed in SEEDS:
+        sets = of.sets(name)
+        for seed in of.seeds:
             lacking = [task for task in sets if seed not in home.sets.get(task, {}).get(BASE, {})]
             if lacking:
                 where = "all sets" if len(lacking) == len(sets) else ", ".join(lacking)
                 out.append(f"home {name}, seed {seed}: no {BASE} on {where}")
-    return [*out, *(f"seed {seed} is none of the study's" for seed in seeds_of(homes) if seed not in SEEDS)]
+    return [*out, *(f"seed {seed} is none of the study's" for seed in seeds_of(homes) if seed not in of.seeds)]
 
 
-def primary(homes: Mapping[str, Home]) -> dict[str, float]:
+def primary(of: Comparison, homes: Mapping[str, Home]) -> dict[str, float]:
     """Validation NLL of every candidate, the least first: single runs of at most eight passes, on all homes and seeds."""
     seeds = seeds_of(homes)
-    candidates = [label for label in labels() if "ens" not in label and label != BASE and complete(homes, label)]
+    candidates = [label for label in of.labels() if "ens" not in label and label != BASE and complete(homes, label)]
     scores = {
         label: float(np.mean([home.chosen[label][seed] for home in homes.values() for seed in seeds]))
         for label in candidates
@@ -226,10 +220,13 @@ def primary(homes: Mapping[str, Home]) -> dict[str, float]:
 
 
 def lines(results: Path) -> Iterator[Line]:
+    of = of_results(results)
+    if of is None:
+        raise InputError(f"{results} has no results of a registered comparison")
     for seed, number in bases(metas(results)).items():
         yield Line(None, f"seed {seed} was run on {number} base models", "its labels are not paired with each other")
-    homes = read(results, labels())
-    if lacking := missing(homes):
+    homes = read(of, results, of.labels())
+    if lacking := missing(of, homes):
         yield Line(None, "no verdict before every home and seed is there", "; ".join(lacking))
         return
     apart = kept_apart(homes)
@@ -240,20 +237,20 @@ def lines(results: Path) -> Iterator[Line]:
         yield Line(None, "no home is left to compare on", "not run")
         return
     yield Line(None, f"homes {', '.join(homes)}; seeds {', '.join(map(str, seeds_of(homes)))}", "what is compared")
-    ranked = primary(homes)
+    ranked = primary(of, homes)
     if not ranked:
         yield Line(None, "the primary label", "not run")
         return
     label = next(iter(ranked))
     first = ", ".join(f"{name} {value:.4f}" for name, value in list(ranked.items())[:5])
     yield Line(None, f"the primary label, chosen on validation: {label}", first)
-    tests = [(one, BASE) for one in labels() if one != BASE] + CONTRASTS
+    tests = [(one, BASE) for one in of.labels() if one != BASE] + CONTRASTS
     run = [pair for pair in tests if all(complete(homes, one) for one in pair)]
     family = [(pair, shifts) for pair in run for shifts in (False, True)]
     found = [difference(homes, pair, shifts=shifts) for pair, shifts in family]
     alone, _, most = adjusted(found)
     result = {key: (e, a, m) for key, e, a, m in zip(family, found, alone, most, strict=True)}
-    yield from _goal(homes, label, result)
+    yield from _goal(of, homes, label, result)
     for pair in tests:
         for shifts in (False, True):
             claim = f"{pair[0]} below {pair[1]}, {'shifts pooled' if shifts else 'home'}"
@@ -271,7 +268,7 @@ def _line(claim: str, result: Result) -> Line:
 
 
 def _goal(
-    homes: Mapping[str, Home], label: str, result: Mapping[tuple[tuple[str, str], bool], Result]
+    of: Comparison, homes: Mapping[str, Home], label: str, result: Mapping[tuple[tuple[str, str], bool], Result]
 ) -> Iterator[Line]:
     """The primary label against MAP on the same questions with its best calibrator."""
     pair = (label, BASE)
@@ -279,8 +276,9 @@ def _goal(
     below = sum(estimate.value < 0 for estimate in each.values())
     home = _line("", result[pair, False])
     said = "; ".join(f"{name} {shown(estimate)}" for name, estimate in each.items())
-    claim = f"goal: {label} below {BASE} at home, on at least three tasks and all together"
-    yield Line(below >= 3 and bool(home.holds), claim, f"{home.found}; {said}")
+    where = "at home, on at least three tasks and all together" if of.homes_needed == 3 else "at home"
+    claim = f"goal: {label} below {BASE} {where}"
+    yield Line(below >= of.homes_needed and bool(home.holds), claim, f"{home.found}; {said}")
     yield _line(f"goal: {label} below {BASE} on the pooled shifts", result[pair, True])
     accuracy = difference(homes, pair, shifts=False, what="correct")
     _, high = interval(accuracy)

@@ -5,6 +5,7 @@
     python examples/smolmoe/run.py ... --unpack out/part1.tar.xz --minutes 8    go on, here or on another machine
     python examples/smolmoe/run.py ... --unpack a.tar.xz b.tar.xz --report      tables and the page, without a GPU
     python examples/smolmoe/run.py --registered --model out/a out/b ...         the registered study (REGISTERED.md) in its place
+    python examples/smolmoe/run.py --registered larger --model out/a ...        the one on a larger base (LARGER.md)
 
 Cells are computed in the order of their importance (cells.py): MAP and every method on openbookqa with its shifts, for all seeds;
 the paper's protocol; the other tasks; what makes it calibrate; how many layers and which. The small kernels of a small model
@@ -28,6 +29,8 @@ from typing import Any
 
 import equal
 from cells import BATCH, FEWER, HEADS, PARTS, STAGE1, STAGE2, cells
+from comparisons import COMPARISONS, SMOLMOE, Comparison
+from comparisons import PARTS as COMPARED
 
 from vmoer.errors import InputError
 from vmoer.report import report
@@ -62,15 +65,17 @@ def parser() -> argparse.ArgumentParser:
     add("--model", nargs="+", default=["out/smolmoe"], help="model folders; name them alike everywhere: cells go by it")
     add(
         "--registered",
-        action="store_true",
-        help="the parts and seeds of the registered study, each seed with the next model",
+        nargs="?",
+        const=SMOLMOE.name,
+        choices=COMPARISONS,
+        help="the parts and seeds of a registered study, each seed with the next model",
     )
     add("--system-prompt", help="what the printed protocol asks with in the registered study, in place of our own line")
     add("--out", type=Path, default=Path("out/study"))
     add("--data-root", default=os.environ.get("VMOER_DATA"), help="DIR/<task>/<split>.jsonl (or VMOER_DATA)")
     add(
         "--seeds",
-        help="separated by commas; 0,1,2 by default, and five in the registered study",
+        help="separated by commas; 0,1,2 by default, and in a registered study its own",
         type=lambda text: tuple(int(x) for x in text.split(",")),
     )
     add("--workers", type=int, default=8, help="processes that share the GPU")
@@ -86,14 +91,14 @@ def parser() -> argparse.ArgumentParser:
     add("--unpack", type=Path, nargs="+", default=[], metavar="FILE", help="take in packs or results first")
     add("--report", action="store_true", help="OUT/results from what is there, and nothing else")
     add("--dry-run", action="store_true", help="count the cells, and guess the time by those that were timed")
-    parts = f"parts of the study, in this order; of the registered one {', '.join(equal.PARTS)}"
-    add("--only", nargs="+", choices=(*PARTS, *equal.PARTS), help=parts)
+    parts = f"parts of the study, in this order; of the registered one {', '.join(COMPARED)}"
+    add("--only", nargs="+", choices=(*PARTS, *COMPARED), help=parts)
     add("--labels", nargs="+", default=HEADS, help="methods and controls; @paper for its protocol")
     add("--limit", type=int, default=5000, help="questions of a split, at most; 5000 are the paper's")
     add("--passes", type=int, default=8)
-    fewer, own = (", ".join(f"{part}={n}" for part, n in few.items()) for few in (FEWER, equal.FEWER))
+    fewer = ", ".join(f"{part}={n}" for part, n in FEWER.items())
     how: dict[str, Any] = {"nargs": "+", "type": _count, "default": [], "metavar": "PART=N"}
-    add("--seeds-of", **how, help=f"how many of the seeds a part takes; all, but {fewer} and {own}")
+    add("--seeds-of", **how, help=f"how many of its seeds a part takes; all, but {fewer}")
     add("--factors", nargs="+", choices=factors.FACTORS, default=factors.FACTORS, help="those to vary, in that part")
     smaller = ", ".join(f"{size} of {task}" for task, size in BATCH.items())
     for stage, plan in (("stage1", STAGE1), ("stage2", STAGE2)):
@@ -105,20 +110,31 @@ def parser() -> argparse.ArgumentParser:
 
 def _count(text: str) -> tuple[str, int]:
     part, _, number = text.partition("=")
-    if part not in (*PARTS, *equal.PARTS) or not number.isdigit() or not int(number):
+    if part not in (*PARTS, *COMPARED) or not number.isdigit() or not int(number):
         raise argparse.ArgumentTypeError(f"{text!r}: write PART=N, as in factors=2, with one of {', '.join(PARTS)}")
     return part, int(number)
 
 
+def chosen(given: argparse.Namespace) -> Comparison | None:
+    """The registered study that is asked for, by its name or by parts that only such a one has."""
+    if given.registered is None and (given.only is None or not set(given.only) <= set(COMPARED)):
+        return None
+    return COMPARISONS[given.registered or SMOLMOE.name]
+
+
 def wanted(given: argparse.Namespace) -> list[Cell]:
-    new = given.registered or (given.only is not None and set(given.only) <= set(equal.PARTS))
-    parts = given.only or (equal.PARTS if new else PARTS)
-    if not set(parts) <= set(equal.PARTS if new else PARTS):
-        raise InputError("parts of the registered study are computed by themselves: leave out the others")
-    if len(given.model) > 1 and not new:
+    new = chosen(given)
+    known = PARTS if new is None else new.parts
+    parts = given.only or known
+    if not set(parts) <= set(known):
+        other = ", ".join(sorted(set(parts) - set(known)))
+        raise InputError(
+            f"{'this' if new is None else new.name} study has no part {other}: a registered one is run by itself"
+        )
+    if len(given.model) > 1 and new is None:
         raise InputError("several models belong to the registered study: give one, or --registered")
-    seeds = given.seeds or (equal.SEEDS if new else (0, 1, 2))
-    stages = (equal.STAGE1, equal.STAGE2) if new else (STAGE1, STAGE2)
+    seeds = given.seeds or ((0, 1, 2) if new is None else new.all_seeds)
+    stages = (STAGE1, STAGE2) if new is None else (new.stage1, new.stage2)
     epochs, sizes = (given.stage1_epochs, given.stage2_epochs), (given.stage1_batch, given.stage2_batch)
     stage1, stage2 = (
         replace(plan, epochs=plan.epochs if n is None else n, batch_size=size)
@@ -139,8 +155,8 @@ def wanted(given: argparse.Namespace) -> list[Cell]:
         skip_nonfinite=True,
         system_prompt=given.system_prompt,
     )
-    if new:
-        return equal.cells(study, given.model, parts, dict(given.seeds_of))
+    if new is not None:
+        return equal.cells(new, study, given.model, parts, dict(given.seeds_of))
     return cells(study, parts, FEWER | dict(given.seeds_of), given.factors)
 
 
@@ -149,11 +165,14 @@ def wanted(given: argparse.Namespace) -> list[Cell]:
 
 def compute(given: argparse.Namespace) -> int:
     # read as a process starts: a model is opened again and again
-    for name, value in (("VMOER_KEEP_MODELS", "3"), ("TOKENIZERS_PARALLELISM", "false"), ("OMP_NUM_THREADS", "1")):
+    new = chosen(given)
+    keep = str(SMOLMOE.keep_models if new is None else new.keep_models)
+    for name, value in (("VMOER_KEEP_MODELS", keep), ("TOKENIZERS_PARALLELISM", "false"), ("OMP_NUM_THREADS", "1")):
         os.environ.setdefault(name, value)
     start_worker()
     asked, took = wanted(given), times(given.out)
-    took = {cell.kind: equal.expected(cell) for cell in _all(asked) if cell.key["part"] in equal.PARTS} | took
+    if new is not None:
+        took = {cell.kind: equal.expected(new, cell) for cell in _all(asked)} | took
     if given.dry_run:
         estimate(asked, took, given)
         return 0

@@ -1,6 +1,6 @@
 """What the study says to each claim, line by line, from OUT/results alone: python examples/smolmoe/verdicts.py OUT/results
 
-Of the registered study: the tests of REGISTERED.md and no others (registered.py). Of the first study:
+Of a registered study: the tests of REGISTERED.md, or of LARGER.md, and no others (registered.py). Of the first study:
 
 The variational method that is held to the goals is chosen on validation: the least NLL, a mean over tasks and seeds, among
 vglr-mf, vglr-fc, vglr-lr and vtsr with any averaging, as they are or with an output temperature (+ts), which is fitted on one
@@ -19,6 +19,7 @@ import numpy as np
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import registered
+from comparisons import of_results
 
 from vmoer import metrics
 from vmoer.evaluation.predictions import SIGNALS
@@ -220,7 +221,7 @@ def main() -> int:
         print("usage: python examples/smolmoe/verdicts.py OUT/results    (of run.py --report)", file=sys.stderr)
         return 2
     results = Path(sys.argv[1])
-    for passed, claim, found in registered.lines(results) if registered.present(results) else lines(results):
+    for passed, claim, found in registered.lines(results) if of_results(results) else lines(results):
         print(f"{ {True: 'yes', False: 'no', None: '-'}[passed]:4}{claim}\n      {found}")
     return 0
 
