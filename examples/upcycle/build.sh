@@ -3,7 +3,7 @@
 #
 # DENSE is a .gguf file, a wheel that holds one, a folder or a hub id; OUT gets upcycled/, specialised/ and their reports. The
 # questions come from VMOER_DATA (DIR/<task>/<split>.jsonl), or from the hub. A stage whose folder is there already is not repeated.
-# TRAIN_SECONDS (150) bounds the training; CHECK_OPTIONS are options of check.py, such as "--split test".
+# TRAIN_SECONDS (150) bounds the training; UPCYCLE_OPTIONS are options of upcycle.py, CHECK_OPTIONS of check.py, such as "--split test".
 set -euo pipefail
 if [ $# -lt 2 ]; then
   echo "usage: $0 DENSE OUT [options of specialise.py]" >&2
@@ -17,7 +17,8 @@ python=${PYTHON:-python3}
 export TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1
 
 SECONDS=0
-[ -e "$out/upcycled" ] || "$python" "$here/upcycle.py" --dense "$dense" --out "$out/upcycled"
+# shellcheck disable=SC2086  # several options in one variable
+[ -e "$out/upcycled" ] || "$python" "$here/upcycle.py" --dense "$dense" --out "$out/upcycled" ${UPCYCLE_OPTIONS:-}
 upcycled=$SECONDS
 [ -e "$out/specialised" ] ||
   "$python" "$here/specialise.py" --model "$out/upcycled" --out "$out/specialised" --seconds "${TRAIN_SECONDS:-150}" "$@"
