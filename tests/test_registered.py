@@ -377,3 +377,7 @@ def test_the_labels_beside_the_equal_ones_are_computed_and_described(
     out = capsys.readouterr().out
     for label in (*SMOLMOE.adapters, "map-ens5", "vglr-mf@printed-best+full35"):
         assert f"| {label} |" in out
+    (group,) = predictions.load(results)
+    cell = group.cells[Key("sciq", "test", "map@printed", 0)]
+    whole = -cell.log_probs[np.arange(len(cell.answers)), cell.answers] + cell.signals["outside_letters"]
+    assert f"| map@printed, over the vocabulary | {whole.mean():.3f} |" in out

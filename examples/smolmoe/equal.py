@@ -17,7 +17,12 @@ from comparisons import LAPLACE, Comparison
 from vmoer import tasks
 from vmoer.errors import InputError
 from vmoer.evaluation.answers import predict_task
-from vmoer.evaluation.baseline_signals import background_novelty, baseline_signals, laplace_answers
+from vmoer.evaluation.baseline_signals import (
+    background_novelty,
+    baseline_signals,
+    laplace_answers,
+    outside_letters,
+)
 from vmoer.evaluation.ensembles import ensemble, other_answers
 from vmoer.evaluation.scores import Row
 from vmoer.models import Opened
@@ -126,7 +131,11 @@ def _answer(of: Comparison, study: Study, asked_as: Sequence[str], seed: int) ->
     for label in missing:
         printed = parse(label)[1].startswith("printed")
         found = asked(of, study, seed, shifts=not printed)
-        more = _signals(of, study, opened, found, seed) if label == ALL else {}
+        more: dict[str, list[float]] = {}
+        if label == ALL:
+            more = _signals(of, study, opened, found, seed)
+        elif label == "map@printed":
+            more = outside_letters(opened.model, opened.tokenizer, found, of.batch_tokens)
         averaging: Any = parse(label)[2]
         predict_task(
             opened.model,

@@ -25,6 +25,7 @@ from registered import (
     shown,
 )
 
+from vmoer import metrics
 from vmoer.evaluation import predictions
 from vmoer.report.tables import grid
 
@@ -88,8 +89,20 @@ def printed(of: Comparison, results: Path) -> str:
                 row.append(shown(difference_on((cells, base), sorted(cells), home, "nll", ids)))
             if len(row) == 6:
                 body.append(row)
+        if (scored := over_vocabulary(found[home]) if home in found else None) is not None:
+            body.append([home, "map@printed, over the vocabulary", *scored, "", ""])
     heads = ["home", "label", "NLL", "less map@printed", "NLL, calibrated", "less map@printed"]
     return "\n".join(grid(heads, body))
+
+
+def over_vocabulary(group: predictions.Predictions) -> tuple[str, str] | None:
+    """NLL of the printed protocol's MAP with the whole vocabulary to choose from, and that less NLL over the letters."""
+    whole, beside = [], []
+    for key, cell in group.cells.items():
+        if key[:3] == (group.source_task, "test", "map@printed") and "outside_letters" in cell.signals:
+            beside.append(cell.signals["outside_letters"].mean())
+            whole.append(metrics.nll(cell.log_probs, cell.answers) + beside[-1])
+    return (f"{np.mean(whole):.3f}", f"{np.mean(beside):+.4f}") if whole else None
 
 
 def moved(said: Metas) -> str:

@@ -15,7 +15,14 @@ import vmoer
 from vmoer.errors import InputError
 from vmoer.evaluation import predictions
 from vmoer.evaluation.answers import answer_questions, predict_task
-from vmoer.evaluation.baseline_signals import NAMES, background_novelty, baseline_signals, last, unseen_words
+from vmoer.evaluation.baseline_signals import (
+    NAMES,
+    background_novelty,
+    baseline_signals,
+    last,
+    outside_letters,
+    unseen_words,
+)
 from vmoer.evaluation.ensembles import ensemble, other_answers
 from vmoer.evaluation.temperatures import load
 from vmoer.files import SEAL
@@ -50,6 +57,20 @@ def test_last_states_and_logits_are_the_models_own() -> None:
         own = out.logits[0, -1, letter_ids(TOKENIZER, len(question.choices))].numpy()
         assert found.logits_nC[i, : len(own)] == pytest.approx(own, abs=1e-4)
         assert np.isneginf(found.logits_nC[i, len(own) :]).all()
+
+
+def test_the_loss_over_the_vocabulary_is_that_over_the_letters_and_what_these_leave_out() -> None:
+    """Oracle: the softmax over all of the model's logits, one prompt at a time."""
+    model, questions = tiny_model(), [*some(3), *some(2, options=3)]
+    beside = outside_letters(model, TOKENIZER, questions, batch_tokens=400)["outside_letters"]
+    found = last(model, TOKENIZER, questions)
+    for i, question in enumerate(questions):
+        ids = torch.tensor([TOKENIZER(prompt(TOKENIZER, question))["input_ids"]])
+        with torch.no_grad():
+            log_probs = model(ids).logits[0, -1].log_softmax(-1)
+        expected = -float(log_probs[letter_ids(TOKENIZER, 4)[question.answer]])
+        letters = np.logaddexp.reduce(found.logits_nC[i]) - found.logits_nC[i, question.answer]
+        assert letters + beside[i] == pytest.approx(expected, abs=1e-4)
 
 
 def test_columns_of_every_question(tmp_path: Path) -> None:

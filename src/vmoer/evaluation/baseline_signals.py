@@ -6,6 +6,11 @@ last_relative         the same, less the distance to all training questions
 energy                -log sum_k exp(logit of letter k)
 probe                 P(wrong), a logistic regression on that state, fitted on validation questions
 
+beside them what the letters leave out,
+
+outside_letters       -log of the share of the vocabulary's probability that the letters have: NLL over the vocabulary is NLL over
+                      the letters and this
+
 and two that relative novelty takes off, each as large in the mean as novelty would be if its reference were
 
 novelty_tokens        all tokens of the training prompts
@@ -43,6 +48,8 @@ class Last(NamedTuple):
     states_nD: npt.NDArray[np.float32]
     logits_nC: Floats
     """-inf at letters that are no option."""
+    total_n: Floats
+    """log sum exp of all logits of the vocabulary."""
 
 
 @torch.no_grad()
@@ -56,6 +63,7 @@ def last(model: nn.Module, tokenizer: Any, questions: Sequence[Question], batch_
     hook = base.get_output_embeddings().register_forward_pre_hook(lambda _, given: seen.append(given[0]))
     states: dict[int, Any] = {}
     logits: dict[int, Any] = {}
+    totals: dict[int, float] = {}
     try:
         for rows in by_length([len(ids) for ids in prompts], batch_tokens):
             batch = padded([prompts[row] for row in rows], next(model.parameters()).device)
@@ -66,7 +74,9 @@ def last(model: nn.Module, tokenizer: Any, questions: Sequence[Question], batch_
                 found_BUV = model(**batch, **kept, use_cache=False).logits
             column_B = place_B if found_BUV.shape[1] == len(columns_U) else last_B
             each_B = torch.arange(len(rows), device=last_B.device)
-            own_BC = found_BUV[each_B, column_B][:, letters].double().cpu().numpy()
+            own_BV = found_BUV[each_B, column_B].float()
+            own_BC = own_BV[:, letters].double().cpu().numpy()
+            totals |= dict(zip(rows, own_BV.logsumexp(-1).tolist(), strict=True))
             states_BD = seen.pop()[each_B, column_B].float().cpu().numpy()
             states |= dict(zip(rows, states_BD, strict=True))
             logits |= dict(zip(rows, own_BC, strict=True))
@@ -74,7 +84,16 @@ def last(model: nn.Module, tokenizer: Any, questions: Sequence[Question], batch_
         hook.remove()
     logits_nC = np.stack([logits[row] for row in range(len(questions))])
     logits_nC[np.arange(logits_nC.shape[1]) >= options[:, None]] = -np.inf
-    return Last(np.stack([states[row] for row in range(len(questions))]), logits_nC)
+    order = range(len(questions))
+    return Last(np.stack([states[row] for row in order]), logits_nC, np.array([totals[row] for row in order]))
+
+
+def outside_letters(
+    model: nn.Module, tokenizer: Any, asked: Sequence[Question], batch_tokens: int = 8192
+) -> dict[str, list[float]]:
+    """By that name, of each question asked."""
+    found = last(model, tokenizer, asked, batch_tokens)
+    return {"outside_letters": (found.total_n - np.logaddexp.reduce(found.logits_nC, axis=1)).tolist()}
 
 
 def baseline_signals(
