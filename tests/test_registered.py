@@ -18,7 +18,7 @@ from test_smolmoe import EXAMPLE, place
 
 from vmoer.errors import InputError
 from vmoer.evaluation import predictions
-from vmoer.evaluation.predictions import Key
+from vmoer.evaluation.predictions import Answered, Key
 from vmoer.metrics.estimates import Estimate
 from vmoer.studies._grid import missing
 
@@ -254,6 +254,35 @@ def test_the_document_says_what_the_code_does() -> None:
     assert SMOLMOE.own_seeds == {"printed": (0, 1), "adapters": (0, 1)}
     assert text.count("seeds 0 and 1") == 2
     assert equal.BACKGROUND in instead
+
+
+def test_what_decides_the_default_of_novelty_is_told_home_by_home() -> None:
+    """Oracle: scikit-learn, on signals by hand. One form is better on both homes, one on the first alone."""
+    rng = np.random.default_rng(0)
+    less = {"novelty_tokens": {"openbookqa": 1.5, "sciq": 1.5}, "novelty_others": {"openbookqa": 1.5, "sciq": -1.5}}
+    groups = []
+    for home, away in (("openbookqa", "sciq"), ("sciq", "openbookqa")):
+        cells = {}
+        for task in (home, away, "medmcqa"):
+            n, at = 80, task != home
+            signals = {"novelty": rng.normal(size=n) + 0.5 * at}
+            signals |= {name: -by[home] * at + 0.1 * rng.normal(size=n) for name, by in less.items()}
+            ids, ones = tuple(map(str, range(n))), np.ones(n, dtype=np.int64)
+            cells[Key(task, "test", "map-all", 0)] = Answered(ids, np.zeros((n, 4)), ones, ones, signals)
+        groups.append(predictions.Predictions(None, "smolmoe", home, (away, "medmcqa"), cells))
+    rows = [
+        [cell.strip() for cell in row.split("|")[1:-1]] for row in detection.near(groups, SMOLMOE.homes).splitlines()
+    ]
+    assert rows[0][1:3] == ["openbookqa", "sciq"]
+    assert [row[3] for row in rows[2:]] == ["", "yes", "no"]
+    for number, group in enumerate(groups):
+        home, away = (
+            group.cells[Key(task, "test", "map-all", 0)].signals for task in ("openbookqa", "sciq")[:: 1 - 2 * number]
+        )
+        values = [signals["novelty"] - signals["novelty_tokens"] for signals in (home, away)]
+        expected = roc_auc_score([0] * 80 + [1] * 80, np.concatenate(values))
+        assert float(rows[3][1 + number]) == pytest.approx(expected, abs=6e-4)
+    assert detection.near(groups[:1], ("openbookqa",)) == ""
 
 
 # -- the cells ---------------------------------------------------------------------------------------------------------

@@ -2,13 +2,14 @@
 
     python examples/smolmoe/detection.py OUT/results
 
-Markdown, two tables of AUROC, means over homes and seeds of a registered study. They describe, and test nothing. A score of
+Markdown, tables of AUROC, means over homes and seeds of a registered study. They describe, and test nothing. A score of
 routing stands beside those that know nothing of it: words that training never had, the prompt's length, energy, distances and a
 probe of the last layer. "equal length" is of pairs of prompts of equal length, where there are enough.
+The last table has novelty and its relative forms home by home, on the near shifts, the other homes: what decides its default.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -108,6 +109,28 @@ def shifts(groups: list[Predictions]) -> str:
     return "\n".join(grid(["AUROC of shifts", *sets, "equal length"], body))
 
 
+def near(groups: list[Predictions], homes: Sequence[str]) -> str:
+    """Novelty and its relative forms: a mean over the other homes and seeds. Empty where no home is a shift of another."""
+    body, plain = [], list[float]()
+    for name in (name for name in SHIFTS if name.startswith("novelty")):
+        means = []
+        for group in groups:
+            rates = []
+            for key, away in sorted(group.cells.items()):
+                home = group.cells.get(key._replace(task=group.source_task))
+                if key.method == BASE and key.task in homes and key.task != group.source_task and home is not None:
+                    rates.append(metrics.auroc(*map(SHIFTS[name][1], (home, away))))
+            means.append(float(np.mean(rates)) if rates else np.nan)
+        if np.isnan(means).any():
+            return ""
+        plain = plain or means
+        higher = all(ours > theirs for ours, theirs in zip(means, plain, strict=True))
+        body.append([name, *(f"{value:.3f}" for value in means), "yes" if higher else "" if means is plain else "no"])
+    return "\n".join(
+        grid(["AUROC of near shifts", *(group.source_task for group in groups), "higher on every home"], body)
+    )
+
+
 def errors(groups: list[Predictions]) -> str:
     body = []
     for name, (label, score) in ERRORS.items():
@@ -131,7 +154,7 @@ def main() -> int:
         )
         return 2
     groups = [calibrated(group) for group in predictions.load(Path(sys.argv[1])) if group.source_task in of.homes]
-    print(f"{shifts(groups)}\n\n{errors(groups)}")
+    print("\n\n".join(filter(None, (shifts(groups), errors(groups), near(groups, of.homes)))))
     return 0
 
 
