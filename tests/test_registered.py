@@ -262,24 +262,23 @@ def test_what_decides_the_default_of_novelty_is_told_home_by_home() -> None:
     less = {"novelty_tokens": {"openbookqa": 1.5, "sciq": 1.5}, "novelty_others": {"openbookqa": 1.5, "sciq": -1.5}}
     groups = []
     for home, away in (("openbookqa", "sciq"), ("sciq", "openbookqa")):
-        cells = {}
+        found: dict[Key, Answered] = {}
         for task in (home, away, "medmcqa"):
             n, at = 80, task != home
             signals = {"novelty": rng.normal(size=n) + 0.5 * at}
             signals |= {name: -by[home] * at + 0.1 * rng.normal(size=n) for name, by in less.items()}
             ids, ones = tuple(map(str, range(n))), np.ones(n, dtype=np.int64)
-            cells[Key(task, "test", "map-all", 0)] = Answered(ids, np.zeros((n, 4)), ones, ones, signals)
-        groups.append(predictions.Predictions(None, "smolmoe", home, (away, "medmcqa"), cells))
+            found[Key(task, "test", "map-all", 0)] = Answered(ids, np.zeros((n, 4)), ones, ones, signals)
+        groups.append(predictions.Predictions(None, "smolmoe", home, (away, "medmcqa"), found))
     rows = [
         [cell.strip() for cell in row.split("|")[1:-1]] for row in detection.near(groups, SMOLMOE.homes).splitlines()
     ]
     assert rows[0][1:3] == ["openbookqa", "sciq"]
     assert [row[3] for row in rows[2:]] == ["", "yes", "no"]
     for number, group in enumerate(groups):
-        home, away = (
-            group.cells[Key(task, "test", "map-all", 0)].signals for task in ("openbookqa", "sciq")[:: 1 - 2 * number]
-        )
-        values = [signals["novelty"] - signals["novelty_tokens"] for signals in (home, away)]
+        own, other = ("openbookqa", "sciq")[:: 1 - 2 * number]
+        cells = [group.cells[Key(task, "test", "map-all", 0)].signals for task in (own, other)]
+        values = [signals["novelty"] - signals["novelty_tokens"] for signals in cells]
         expected = roc_auc_score([0] * 80 + [1] * 80, np.concatenate(values))
         assert float(rows[3][1 + number]) == pytest.approx(expected, abs=6e-4)
     assert detection.near(groups[:1], ("openbookqa",)) == ""
