@@ -1,8 +1,10 @@
 """The registered study on a larger base: its table, its document, the curve over subjects, and its path on a small Qwen2Moe."""
 
 import json
+import os
 import re
 import shutil
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -97,6 +99,36 @@ def test_what_a_base_is_built_with_is_what_its_script_says() -> None:
     for option in re.findall(r"--(?:experts|dtype|batch-size|lr) [\w.-]+", built):
         assert option in text
     assert len(re.findall(r"--\S+ \S+", built)) >= 4
+
+
+@pytest.mark.parametrize(("study", "bases"), [("smolmoe", 5), ("larger", 4)])
+def test_a_seed_is_built_and_computed_by_its_own_commands(tmp_path: Path, study: str, bases: int) -> None:
+    """Oracle: what a stand-in for Python is called with: the base of the seed's number once, and then the study."""
+    stub, told = tmp_path / "python", tmp_path / "told"
+    stub.write_text(f'#!/bin/sh\n[ "$1" = -c ] || echo "$@" >> {told}\n')
+    stub.chmod(0o755)
+    (tmp_path / "base0" / "specialised").mkdir(parents=True)
+    (tmp_path / "base0" / "specialised" / "check.json").write_text("{}")
+    environment = os.environ | {"PYTHON": str(stub), "STUDY": study}
+    command = ["bash", str(EXAMPLE / "seeds.sh"), "dense.gguf", str(tmp_path), "0 1", "--workers", "3"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    models = " ".join(f"{tmp_path}/base{number}/specialised" for number in range(bases))
+    lines = [re.sub(r"^\S*/(\w+\.py)", r"\1", line) for line in told.read_text().splitlines()]
+    own = {
+        "smolmoe": ("", "--seconds 900 --seed 1"),
+        "larger": (" --experts 4 --dtype bfloat16", "--seconds 240 --seed 1 --batch-size 64 --lr 1e-4"),
+    }[study]
+    base, rest = tmp_path / "base1", f"--out {tmp_path}/equal --mps --workers 3"
+    assert lines == [
+        f"run.py --registered {study} --model {models} --seeds 0 {rest}",
+        f"upcycle.py --dense dense.gguf --out {base}/upcycled{own[0]}",
+        f"specialise.py --model {base}/upcycled --out {base}/specialised {own[1]}",
+        f"check.py --model {base}/specialised",
+        f"run.py --registered {study} --model {models} --seeds 1 {rest}",
+    ]
+    environment["STUDY"] = "other"
+    assert subprocess.run(command, env=environment, capture_output=True).returncode == 2
 
 
 def data_of(place: tuple[str, str], folder: Path) -> tuple[str, str]:
