@@ -190,6 +190,25 @@ def test_two_runs_of_one_seed_are_not_mixed(tmp_path: Path) -> None:
         packing.unpack(tmp_path / "b.pack", out)
 
 
+@pytest.mark.parametrize("serves", [True, False])
+def test_a_service_that_serves_nobody_is_ended_first(
+    serves: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Oracle: what the stand-ins for the service and for a process under it were asked, in order."""
+    asked: list[str] = []
+
+    def run(command: list[str], **how: Any) -> None:
+        asked.append("probe" if command[0] == sys.executable else "start" if "-d" in command else how["input"].decode())
+        if asked[-1] == "probe" and not serves:
+            raise subprocess.CalledProcessError(1, command)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    with example._mps():
+        asked.append("cells")
+    assert asked == (["start", "probe", "cells", "quit\n"] if serves else ["start", "probe", "quit\n", "cells"])
+    assert ("no CUDA MPS" in capsys.readouterr().out) is not serves
+
+
 # -- all tasks together --------------------------------------------------------------------------------------------------
 
 

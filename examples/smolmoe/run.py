@@ -228,19 +228,32 @@ def estimate(asked: Sequence[Cell], took: dict[str, float], given: argparse.Name
         print(f"{part:12}{len(own):>6}{len(todo):>7}{each * len(todo) / given.workers / 60 if todo else 0:>9.1f}")
 
 
+PROBE = "import torch; torch.zeros(1, device='cuda' if torch.cuda.is_available() else 'cpu')"
+
+
 @contextlib.contextmanager
 def _mps() -> Iterator[None]:
-    """NVIDIA's service that lets processes share a GPU's multiprocessors; without it they take turns."""
+    """NVIDIA's service that lets processes share a GPU's multiprocessors; without it they take turns. A process tries it first:
+    where the service starts and serves nobody, every cell would fail."""
+    started = False
     try:
         subprocess.run(["nvidia-cuda-mps-control", "-d"], check=True, capture_output=True, timeout=20)
+        started = True
+        subprocess.run([sys.executable, "-c", PROBE], check=True, capture_output=True, timeout=120)
     except (OSError, subprocess.SubprocessError) as error:
         print(f"no CUDA MPS ({error}): the processes take turns on the GPU")
-        yield
-        return
+        if started:
+            _end_mps()
+            started = False
     try:
         yield
     finally:
-        subprocess.run(["nvidia-cuda-mps-control"], input=b"quit\n", check=False, capture_output=True, timeout=60)
+        if started:
+            _end_mps()
+
+
+def _end_mps() -> None:
+    subprocess.run(["nvidia-cuda-mps-control"], input=b"quit\n", check=False, capture_output=True, timeout=60)
 
 
 if __name__ == "__main__":
