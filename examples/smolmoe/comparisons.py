@@ -160,8 +160,8 @@ LARGER = replace(
     batch_tokens=16384,
     # by the arithmetic of LARGER.md, measured nowhere
     gb=24.0,
-    gb_fixed=20.0,
-    gb_each=(0.8, 0.5),
+    gb_fixed=22.0,
+    gb_each=(1.5, 1.0),
     keep_models=0,  # a second copy would not fit beside the other processes
     seconds={"arc_challenge": 90.0},
     pass_seconds=20.0,

@@ -18,10 +18,11 @@ export PYTHONUNBUFFERED=1
 
 study=${STUDY:-smolmoe}
 case $study in
-  smolmoe) bases=5 seconds=900 train=() ;;
+  smolmoe) bases=5 seconds=900 train=() settings=() ;;
   larger)
-    bases=4 seconds=240 train=(--batch-size 64 --lr 1e-4)
-    export UPCYCLE_OPTIONS="--experts 4 --dtype bfloat16"
+    bases=4 seconds=240 train=(--batch-size 32 --lr 1e-4)
+    # training the base nearly fills the GPU
+    settings=(UPCYCLE_OPTIONS="--experts 4 --dtype bfloat16" PYTORCH_ALLOC_CONF=expandable_segments:True)
     ;;
   *)
     echo "STUDY=$study: choose smolmoe or larger" >&2
@@ -35,8 +36,8 @@ missed=0
 for seed in $seeds; do
   number=$((seed % ${#models[@]}))
   [ -e "${models[$number]}/check.json" ] ||
-    TRAIN_SECONDS=${TRAIN_SECONDS:-$seconds} "$here/../upcycle/build.sh" "$dense" "$out/base$number" --seed "$number" \
-      ${train[@]+"${train[@]}"}
+    env TRAIN_SECONDS="${TRAIN_SECONDS:-$seconds}" ${settings[@]+"${settings[@]}"} \
+      "$here/../upcycle/build.sh" "$dense" "$out/base$number" --seed "$number" ${train[@]+"${train[@]}"}
   "$python" "$here/run.py" --registered "$study" --model "${models[@]}" --seeds "$seed" --out "$out/equal" --mps "$@" || missed=$?
   [ "$missed" -le 1 ] || exit "$missed"
 done
