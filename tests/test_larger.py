@@ -96,9 +96,9 @@ def test_what_a_base_is_built_with_is_what_its_script_says() -> None:
     """Oracle: LARGER.md. The options of the base stand in seeds.sh, once."""
     script, text = ((EXAMPLE / name).read_text() for name in ("seeds.sh", LARGER.document))
     built = script.partition("larger)")[2].partition(";;")[0]
-    for option in re.findall(r"--(?:experts|dtype|batch-size|lr) [\w.-]+", built):
+    for option in re.findall(r"--(?:experts|router-sd|dtype|batch-size|lr) [\w.-]+", built):
         assert option in text
-    assert len(re.findall(r"--\S+ \S+", built)) >= 4
+    assert len(re.findall(r"--\S+ \S+", built)) >= 5
 
 
 @pytest.mark.parametrize(("study", "bases"), [("smolmoe", 5), ("larger", 4)])
@@ -117,7 +117,7 @@ def test_a_seed_is_built_and_computed_by_its_own_commands(tmp_path: Path, study:
     lines = [re.sub(r"^\S*/(\w+\.py)", r"\1", line) for line in told.read_text().splitlines()]
     own = {
         "smolmoe": ("", "--seconds 900 --seed 1"),
-        "larger": (" --experts 4 --dtype bfloat16", "--seconds 240 --seed 1 --batch-size 32 --lr 1e-4"),
+        "larger": (" --experts 4 --router-sd 0.03 --dtype bfloat16", "--seconds 240 --seed 1 --batch-size 32 --lr 1e-4"),
     }[study]
     base, rest = tmp_path / "base1", f"--out {tmp_path}/equal --mps --workers 3"
     assert lines == [

@@ -22,7 +22,7 @@ case $study in
   larger)
     bases=4 seconds=240 train=(--batch-size 32 --lr 1e-4)
     # training the base nearly fills the GPU
-    settings=(UPCYCLE_OPTIONS="--experts 4 --dtype bfloat16" PYTORCH_ALLOC_CONF=expandable_segments:True)
+    settings=(UPCYCLE_OPTIONS="--experts 4 --router-sd 0.03 --dtype bfloat16" PYTORCH_ALLOC_CONF=expandable_segments:True)
     ;;
   *)
     echo "STUDY=$study: choose smolmoe or larger" >&2
