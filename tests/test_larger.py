@@ -117,7 +117,10 @@ def test_a_seed_is_built_and_computed_by_its_own_commands(tmp_path: Path, study:
     lines = [re.sub(r"^\S*/(\w+\.py)", r"\1", line) for line in told.read_text().splitlines()]
     own = {
         "smolmoe": ("", "--seconds 900 --seed 1"),
-        "larger": (" --experts 4 --router-sd 0.03 --dtype bfloat16", "--seconds 240 --seed 1 --batch-size 32 --lr 1e-4"),
+        "larger": (
+            " --experts 4 --router-sd 0.03 --dtype bfloat16",
+            "--seconds 240 --seed 1 --batch-size 32 --lr 1e-4",
+        ),
     }[study]
     base, rest = tmp_path / "base1", f"--out {tmp_path}/equal --mps --workers 3"
     assert lines == [
