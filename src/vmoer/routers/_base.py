@@ -174,8 +174,7 @@ class Call:
     layers: Sequence[int] = ()
     drawn: dict[Any, Tensor] | None = None
     """Where the attached `layers` keep what they draw in this pass; see `_draw`."""
-    into_TG: Tensor | None = None
-    """Where kernels are to write the signals that they find on the way, in the order of `kernels.TOLD`."""
+    into_TG: Tensor | None = None  # where kernels write signals, in the order of `kernels.TOLD`
 
     @property
     def draws(self) -> bool:
@@ -243,7 +242,7 @@ class Posterior(PerToken):
         return None
 
     def novelty(self) -> Tensor | None:
-        """The state's novelty, [T], where a kernel found it on the way; else None."""
+        """[T], where a kernel found it on the way."""
         return None
 
 
@@ -282,8 +281,7 @@ class Router(Novelty):
 
     @property
     def repeats(self) -> bool:
-        """Whether `forward` at inference is a function of its arguments and of what the parameters and buffers hold, so that its
-        kernels can be replayed."""
+        """Whether `forward` at inference depends on its arguments, parameters and buffers alone: it can be replayed then."""
         return False
 
     @property
