@@ -5,7 +5,9 @@ import pytest
 import torch
 from kernel_cases import DEVICE, INTERPRETED, Case, covariance
 
-from vmoer.numerics import integrals, noise
+import vmoer
+from vmoer.inference import operator
+from vmoer.numerics import integrals, kernels, noise
 from vmoer.numerics.gaussians import Cholesky, Diagonal, Factored, Gaussian
 from vmoer.numerics.kernels import TOLD, Ask, cholesky, few, halves, low_rank
 
@@ -107,3 +109,32 @@ def test_scores_by_sigmoids_are_not_told() -> None:
     eps = noise.sobol_normal(8, 20, seed=1).to(DEVICE)
     assert not cholesky.average(case.mean_TN, case.raw_TC, eps, sigmoid=True, told_TG=told_TG).told
     assert bool(told_TG.isnan().all())
+
+
+@pytest.mark.parametrize("key", ["vglr-fc", "vglr-mf", "vglr-lr"])
+@pytest.mark.parametrize("tokens", [1, 4, 21, 140])
+def test_a_router_answers_and_tells_as_by_the_plain_path(
+    key: str, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the states to the logits and signals of the operator. Oracle: the same router without kernels."""
+    config = vmoer.methods()[key](layers=[0])
+    gate = operator.logits_gate("softmax", 12, 3, 64)
+    router = config.router(config, gate, None, 0, torch.device(DEVICE))
+    GENERATOR.manual_seed(1)
+    for parameter in router.parameters():
+        parameter.data.add_(0.1 * normal(*parameter.shape).to(DEVICE))
+    router.novelty_root_RD = (normal(8, 64) / 64).to(DEVICE)
+    u_TD, logits_TN = (normal(tokens, n).to(DEVICE, torch.bfloat16) for n in (64, 12))
+    monkeypatch.setattr(kernels, "available", lambda x: False)
+    operator.host("plain", router, None, torch.bfloat16)
+    expected_TN, expected_TG = torch.ops.vmoer.route(u_TD, logits_TN, "plain")
+    monkeypatch.setattr(kernels, "available", lambda x: True)
+    told_TG = torch.full((tokens, 2, len(TOLD)), torch.nan, device=DEVICE)
+    averaged_TN = torch.ops.vmoer.route_into(u_TD, logits_TN, "plain", told_TG[:, 1])
+    # the features and the heads' outputs are rounded to bfloat16, one step of which may go either way
+    torch.testing.assert_close(averaged_TN.softmax(-1), expected_TN.softmax(-1), rtol=0.05, atol=0.01)
+    torch.testing.assert_close(told_TG[:, 1, :3], expected_TG[:, :3], rtol=0.06, atol=0.01)
+    torch.testing.assert_close(told_TG[:, 1, 3], expected_TG[:, 3], rtol=1e-3, atol=0)
+    torch.testing.assert_close(torch.ops.vmoer.route(u_TD, logits_TN, "plain"), (averaged_TN, told_TG[:, 1]))
+    assert bool(told_TG[:, 0].isnan().all())
+    operator.forget()
