@@ -12,6 +12,7 @@ Shapes: B tokens of a program, N experts, S points, K selected; `_PAD` is the ne
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 import contextlib
+import functools
 import os
 from typing import Any
 
@@ -40,10 +41,15 @@ def on_device(tensor: Tensor) -> Any:
 
 def overlaps(tensor: Tensor) -> dict[str, Any]:
     """How a kernel is launched that begins while the one before it still runs, and waits for what that one writes. Nothing before
-    Hopper, and nothing in code that is being compiled."""
-    if INTERPRETED or torch.compiler.is_compiling() or torch.cuda.get_device_capability(tensor.device)[0] < 9:
+    NVIDIA's Hopper, and nothing in code that is being compiled."""
+    if INTERPRETED or torch.compiler.is_compiling() or not _overlaps(tensor.device):
         return {}
     return {"launch_pdl": True}
+
+
+@functools.lru_cache
+def _overlaps(device: torch.device) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9
 
 
 @triton.jit
