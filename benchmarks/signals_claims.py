@@ -1,6 +1,6 @@
 """What reading the uncertainty may cost, line by line, by what benchmarks/signals.py leaves on a GPU: exit code 1 on failure.
 
-python benchmarks/signals_claims.py results/signals/prefill.json results/signals/fit.json results/signals/generate.json
+python benchmarks/signals_claims.py results/signals
 
 Overheads are medians of paired rounds, in percent over the plain model. A line whose rows were not measured is shown with a dash
 and does not hold.
@@ -83,10 +83,11 @@ def table(rows: list[Row], say: Callable[[str], object] = print) -> bool:
 
 
 def main() -> int:
-    files = [Path(name) for name in sys.argv[1:]]
+    given = [Path(name) for name in sys.argv[1:]]
+    files = [file for path in given for file in (sorted(path.glob("*.json")) if path.is_dir() else [path])]
     if not files or not all(path.is_file() for path in files):
         print(
-            "usage: python benchmarks/signals_claims.py FILE...    (of benchmarks/signals.py, on a GPU)",
+            "usage: python benchmarks/signals_claims.py FILE_OR_FOLDER...    (of benchmarks/signals.py, on a GPU)",
             file=sys.stderr,
         )
         return 2

@@ -182,22 +182,42 @@ def test_the_committed_rows_against_their_bounds() -> None:
     assert done.returncode == 1, done.stderr  # rows are missing, and some bounds are exceeded
     readme = (root / "results" / "signals" / "README.md").read_text()
     assert done.stdout in readme
-    rows = [row for name in words.split()[1:] for row in json.loads((root / name).read_text())["rows"]]
-    assert {Path(name).name for name in words.split()[1:]} == {
-        p.name for p in (root / "results/signals").glob("*.json")
-    }
+    files = sorted((root / "results" / "signals").glob("*.json"))
+    rows = [row for path in files for row in json.loads(path.read_text())["rows"]]
     prose = " ".join(readme.partition("## Every bound")[0].split())
-    large = [row for row in rows if row.get("memory")]
-    for row in large:
-        said = f"{row['method']} {row['mode']} takes +{100 * (row['memory'] - 1):.2f}"
-        short = said.replace(" takes", "")
-        assert (said in prose or short in prose) == (row["memory"] > 1.005 and row["mode"] == "recorded"), said
-    slow = [row for row in rows if (row["tokens"], row["launch"], row["mode"]) == (1024, "eager", "attached")]
-    assert [
-        f"{row['method']} takes +{100 * (row['ratio'] - 1):.2f}" in prose for row in slow if row["ratio"] > 1.04
-    ] == [True]
-    made = {row["mode"]: row["ratio"] for row in rows if (row["part"], row["method"]) == ("generate", "vglr-fc")}
-    assert f"vglr-fc takes +{100 * made['attached'] - 100:.1f} and +{100 * made['recorded'] - 100:.1f}" in prose
+    # what the prose says of bounds, worked out again
+    prefills = [row for row in rows if row["part"] == "prefill"]
+    for row in prefills:
+        recorded = row["mode"] == "recorded"
+        if row["tokens"] == 1024:
+            bound = 2 if row["launch"] == "graph" else 6 if recorded else 4
+        else:
+            bound = 1.5 if row["method"] == "vglr-fc" else 1
+            assert not recorded or row["memory"] <= 1.005
+        assert row["ratio"] <= 1 + bound / 100
+    long, memory = (max(row[name] for row in prefills if row["tokens"] == 16384) for name in ("ratio", "memory"))
+    assert f"at most +{100 * (long - 1):.2f}% in time and +{100 * (memory - 1):.2f}% in memory" in prose
+    assert "Every prefill row of this geometry is within its bound." in prose
+    eager = [row for row in rows if (row["part"], row["launch"]) == ("generate", "eager")]
+    beyond = [row for row in eager if row["ratio"] > (1.1 if row["mode"] == "recorded" else 1.06)]
+    assert [f"{row['method']} has {percent(row, 1)}" in prose for row in beyond] == [True]
+    for batch, said in ((1, "batch 1 has"), (16, "batch 16")):
+        made = [row for row in rows if (row["launch"], row["batch"], row["mode"]) == ("compiled", batch, "recorded")]
+        least, most = (100 * (f(row["ratio"] for row in made) - 1) for f in (min, max))
+        assert f"{said} +{least:.1f} to +{most:.1f}" in prose
+        assert least > 3  # the bound is exceeded, as it says
+        took = max(row["seconds"] for row in made)
+        (plain,) = [row["seconds"] for row in rows if (row["method"], row["batch"]) == ("eager plain", batch)]
+        assert f"{took:.2f} s against {plain:.2f} s".lstrip("0") in prose
+    added = [
+        1e3 * (r["seconds"] - r["plain_seconds"]) for r in rows if (r["launch"], r["mode"]) == ("compiled", "recorded")
+    ]
+    assert f"{min(added):.0f} to {max(added):.0f} a generation" in prose
+
+
+def percent(row: dict[str, Any], digits: int) -> str:
+    low, middle, high = (f"{100 * (row[name] - 1):+.{digits}f}" for name in ("low", "ratio", "high"))
+    return f"{middle} [{low}, {high}]"
 
 
 def test_the_table_of_the_committed_rows_has_their_numbers() -> None:
@@ -205,14 +225,18 @@ def test_the_table_of_the_committed_rows_has_their_numbers() -> None:
     folder = Path(__file__).parents[2] / "results" / "signals"
     readme = (folder / "README.md").read_text()
 
-    def percent(row: dict[str, Any], digits: int) -> str:
-        low, middle, high = (f"{100 * (row[name] - 1):+.{digits}f}" for name in ("low", "ratio", "high"))
-        return f"{middle} [{low}, {high}]"
+    def lines(row: dict[str, Any]) -> list[str]:
+        """Of the prefills' table, and of the generations'."""
+        found = [line for line in readme.splitlines() if line.startswith(f"| {row['method']}, {row['mode']} |")]
+        assert len(found) == 2
+        return found
 
     for row in json.loads((folder / "prefill.json").read_text())["rows"]:
-        (line,) = [line for line in readme.splitlines() if line.startswith(f"| {row['method']}, {row['mode']} |")]
         said = percent(row, 2)
-        assert (said.partition(" ")[0] if row["launch"] == "graph" else said) in line
-    for name in ("fit", "generate"):
-        for row in json.loads((folder / f"{name}.json").read_text())["rows"]:
-            assert (row["part"], row["mode"]) == ("fit", "attached") or percent(row, 1) in readme
+        assert (said.partition(" ")[0] if row["launch"] == "graph" else said) in lines(row)[0]
+    for row in json.loads((folder / "generate.json").read_text())["rows"]:
+        assert percent(row, 2) in lines(row)[1]
+    for row in json.loads((folder / "compiled.json").read_text())["rows"]:
+        assert row["method"] == "eager plain" or percent(row, 2) in lines(row)[1]
+    (fit,) = [row for row in json.loads((folder / "fit.json").read_text())["rows"] if row["mode"] == "fit"]
+    assert f"{percent(fit, 2)} over one pass" in readme
