@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -57,6 +58,20 @@ def test_a_failure_leaves_the_old_file_and_sweeps_its_own(
     assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {"file": "old"}
 
 
+def test_a_signal_as_soon_as_the_file_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is raised behind the system's call and before anything is written. Oracle: what is left in the folder."""
+    own = Path.open
+
+    def interrupted(self: Path, *args: Any, **kwargs: Any) -> Any:
+        own(self, *args, **kwargs).close()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "open", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_bytes(tmp_path / "file", b"new")
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_planted_link_is_neither_followed_nor_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Even by somebody who guesses the random name."""
     monkeypatch.setattr(secrets, "token_hex", lambda n: "guessed")
@@ -97,6 +112,7 @@ def test_a_folder_has_one_owner_at_a_time(tmp_path: Path) -> None:
     program = """
 import sys, time
 from pathlib import Path
+from typing import Any
 from vmoer.files import locked
 with locked(Path(sys.argv[1])):
     (Path(sys.argv[1]) / ".file.0123456789abcdef").touch()

@@ -35,13 +35,14 @@ def write_bytes(path: Path, data: bytes, scratch: Path | None = None) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = (scratch or path.parent) / f".{path.name}.{secrets.token_hex(8)}"
-    file = temporary.open("xb")  # "x": refused where anything of that name exists, a link included
-    try:
-        with file:
+    try:  # a signal may come as soon as the file is there
+        with temporary.open("xb") as file:  # "x": refused where anything of that name exists, a link included
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
+    except FileExistsError:  # somebody else's
+        raise
     except BaseException as error:
         temporary.unlink(missing_ok=True)
         if isinstance(error, OSError):
