@@ -47,25 +47,26 @@ def test_a_killed_engine_is_an_error_for_the_client_and_the_next_start_works(
 ) -> None:
     """kill -9 in the middle of a stream and of a whole answer. Oracle: the same request before and after."""
     before, found = novelty(server), []
-    more: dict[str, Any] = dict(model="tiny", prompt="the", max_tokens=200, extra_body=ASKED)
+    more: dict[str, Any] = dict(model="tiny", prompt="the", max_tokens=250, extra_body=ASKED)
 
-    def ask() -> None:
-        with client(server) as asking:
-            try:
-                found.append(asking.completions.create(**more))
-            except openai.OpenAIError as error:
-                found.append(error)
+    def ask(asking: openai.OpenAI) -> None:
+        try:
+            found.append(asking.completions.create(**more))
+        except openai.OpenAIError as error:
+            found.append(error)
 
-    waiting = threading.Thread(target=ask)
-    waiting.start()
-    with client(server) as asking, asking.completions.create(stream=True, **more) as events:
+    # both clients are there before either asks: to make one takes as long as many tokens
+    with client(server) as other, client(server) as asking:
+        waiting = threading.Thread(target=ask, args=[other])
+        waiting.start()
+        events = asking.completions.create(stream=True, **more)
         next(iter(events))
         server.engine().kill()
         with pytest.raises(ERRORS):
             for _ in events:
                 pass
-    waiting.join(120)
-    assert not waiting.is_alive()
+        waiting.join(120)
+        assert not waiting.is_alive()
     assert isinstance(found[0], openai.OpenAIError)
     server.process.wait(60)  # vLLM's own: a server without an engine ends
     limit = served.letters_threshold(work / "letters.json", *granite)
