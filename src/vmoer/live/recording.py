@@ -131,6 +131,7 @@ class Record:
 
     @property
     def first(self) -> Pass:
+        """The first pass. After `model.generate` that is the prompt's, which is seldom on a tape."""
         return (self._passes or self.passes)[0][0]
 
     def take_tape(self, attachment: Attachment, columns: int = 0) -> None:
