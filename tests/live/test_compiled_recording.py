@@ -4,8 +4,10 @@ The backend keeps PyTorch's own kernels, so that the numbers must be the same bi
 torch.compile's own count of what it compiled.
 """
 
+import copy
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from transformers import CompileConfig
 import vmoer
 from vmoer.errors import InputError
 from vmoer.live import tape
+from vmoer.live.attach import reconfigured, routers_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*lru_cache"),
@@ -64,6 +67,64 @@ def test_passes_and_records_compile_nothing_anew(key: str, signals: Any) -> None
             check(ours, theirs)
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
+
+
+@pytest.mark.parametrize("key", ["vglr-fc", "vglr-mf", "vtsr", "map"])
+def test_compiled_code_compares_nothing_of_a_router_but_its_number(key: str) -> None:
+    """Guards are evaluated by the host on every pass, and a tensor's are many. Oracle: what PyTorch says it compares."""
+    model, batch = attached(key), tiny.batch()
+    compared: list[str] = []
+
+    def every(guards: Any) -> list[bool]:
+        compared.extend(guard.name for guard in guards)
+        return [True for _ in guards]
+
+    compiled: Any = torch.compile(model, fullgraph=True, backend="eager", options={"guard_filter_fn": every})
+    with torch.no_grad(), vmoer.record(compiled):
+        compiled(**batch)
+    assert any("vmoer_number" in name for name in compared)
+    of_routers = {name.partition("['router']")[2] for name in compared if "['router']" in name}
+    assert not [name for name in of_routers if "vmoer" in name and not name.startswith(".vmoer_number")]
+
+
+@pytest.mark.parametrize("change", ["parameter", "statistics", "settings"])
+def test_a_router_that_has_changed_is_compiled_again(change: str) -> None:
+    """Compiled code finds it by a number, so what it read before must not be read again."""
+    model, batch = attached("vglr-fc"), tiny.batch()
+    compiled: Any = torch.compile(model, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        with vmoer.record(compiled) as before:
+            compiled(**batch)
+        if change == "parameter":
+            for router in routers_of(model).values():
+                router.heads.weight = torch.nn.Parameter(router.heads.weight + 0.5, requires_grad=False)
+        elif change == "statistics":
+            vmoer.fit(model, [{**batch, "input_ids": batch["input_ids"] // 2}])
+        with reconfigured(model, samples=2) if change == "settings" else nullcontext():
+            with vmoer.record(compiled) as ours:
+                compiled(**batch)
+            with vmoer.record(model) as theirs:
+                model(**batch)
+    check(ours, theirs)
+    assert not all(torch.equal(before.signals[name], value) for name, value in ours.signals.items())
+
+
+def test_a_copy_is_another_router() -> None:
+    model, batch = attached("vglr-mf"), tiny.batch()
+    with torch.no_grad():
+        compiled: Any = torch.compile(model, fullgraph=True, backend="eager")
+        with vmoer.record(compiled) as first:
+            compiled(**batch)
+        other = copy.deepcopy(model)
+        for router in routers_of(other).values():
+            router.heads.weight += 0.5
+        compiled = torch.compile(other, fullgraph=True, backend="eager")
+        with vmoer.record(compiled) as ours:
+            compiled(**batch)
+        with vmoer.record(other) as theirs:
+            other(**batch)
+    check(ours, theirs)
+    assert not torch.equal(first.signals["logit_variance"], ours.signals["logit_variance"])
 
 
 def test_a_record_keeps_what_the_next_one_writes_over() -> None:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from vmoer.errors import InputError
 from vmoer.gates import Gate
 from vmoer.gates.rules import Rule, Score, Scoring
-from vmoer.live.signals import Inputs, Wanted, token_signals
+from vmoer.live.signals import Inputs, Wanted, columns, token_signals
 from vmoer.numerics import kernels
 from vmoer.numerics.kernels import TOLD
 from vmoer.routers import Call, Config, Router, Routing
@@ -131,18 +131,7 @@ def route(u_TD: Tensor, logits_TN: Tensor, name: str) -> tuple[Tensor, Tensor]:
     hosted = _HOSTED[name]
     with torch.no_grad():
         averaged_TN, signals = _answer(hosted.router, hosted.weight_ND, u_TD, logits_TN, hosted.wanted)
-        return averaged_TN.float(), _columns([signals[name] for name in hosted.signals], u_TD)
-
-
-def _columns(signals: Sequence[Tensor], u_TD: Tensor) -> Tensor:
-    """Side by side, [T, G], in float32; where they are the columns of one tensor already, that one."""
-    whole = signals[0]._base if signals else None
-    if whole is not None and whole.shape == (len(u_TD), len(signals)) and whole.dtype == torch.float32:
-        strides = {x.stride() for x in signals}
-        if strides == {whole.stride()[:1]} and [x.storage_offset() for x in signals] == [*range(len(signals))]:
-            return whole
-    columns = [x.float() for x in signals]
-    return torch.stack(columns, -1) if columns else u_TD.new_empty((len(u_TD), 0), dtype=torch.float32)
+        return averaged_TN.float(), columns([signals[name] for name in hosted.signals], u_TD)
 
 
 @route.register_fake

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from vmoer.errors import AttachError, InputError
 from vmoer.gates import Gate
+from vmoer.live import compiled
 from vmoer.live.context import Attachment, Collector
 from vmoer.live.following import follow, unfollow
 from vmoer.live.installing import NAME, answer, choose, hook, install, prepare, self_check
@@ -84,6 +85,7 @@ def detach(model: nn.Module, *, _attachment: Attachment | None = None) -> nn.Mod
         if isinstance(module, VariationalGate):
             ours = set(module.vmoer.parameters())
             del module.vmoer, module.vmoer_gate, module.vmoer_attachment, module.vmoer_layer
+            vars(module).pop("vmoer_number", None)
             module.__class__ = type(module).__mro__[2]
             for p in ours:
                 p.requires_grad_(False)
@@ -200,9 +202,11 @@ def reconfigured(model: nn.Module, **changes: Any) -> Iterator[None]:
     before = [router.config for router in routers]
     for router in routers:
         router.configure(dataclasses.replace(router.config, **changes))
+    compiled.forget(attached(model).gates)
     try:
         yield
     finally:
+        compiled.forget(attached(model).gates)
         for router, config in zip(routers, before, strict=True):
             router.configure(config)
 

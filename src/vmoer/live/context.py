@@ -123,7 +123,7 @@ class Pass:
     drawn: dict[Any, Tensor] = field(default_factory=dict)
     replayed: Mapping[int, Tensor] = field(default_factory=dict)
     """Experts to take, by layer."""
-    told: list[tuple[dict[str, Tensor], Tensor]] = field(default_factory=list)
+    told: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """In compiled code, each layer's signals and experts until the last layer has spoken."""
     parts: tuple["Pass", ...] = ()
     """Columns that are routed apart from each other, in their order: those that average, and those that draw."""
@@ -161,6 +161,11 @@ class Pass:
             self.asked.record.keep(self, layer, chosen_TK, signals)
 
 
+def under_way() -> Pass | None:
+    """This thread's pass, of whatever model."""
+    return _LOCAL.now
+
+
 @dataclass(eq=False)
 class Attachment:
     """A method on a model. Nothing here changes while it is attached, whoever runs the model."""
@@ -169,6 +174,8 @@ class Attachment:
     """By layer, ascending."""
     required_grad: list[nn.Parameter] = field(default_factory=list)
     hooks: list[Any] = field(default_factory=list)
+    gates: list[nn.Module] = field(default_factory=list)
+    """The model's own routers, as `routers` has the methods."""
     first: list[tuple[nn.Module, Any]] = field(default_factory=list)
     """Decoder layers, and the hooks that must see their input before anybody's else."""
     number: int = field(default_factory=_NUMBERS.__next__)

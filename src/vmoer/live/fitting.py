@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from vmoer.errors import InputError, short
+from vmoer.live import compiled
 from vmoer.live.attach import attached, collected, ready, routers_of
 from vmoer.live.inputs import keeps_logits, last_positions
 
@@ -94,6 +95,7 @@ def fit(
             raise InputError(f"vmoer.fit: the states at layer {layer} are not finite numbers; nothing was fitted")
     for layer, router in routers_of(model).items():
         _set(router, sums.outer_DD[layer], damping, rank)
+    compiled.forget(attached(model).gates)
     return model
 
 

@@ -77,6 +77,7 @@ def install(found: FoundRouter, gate: Gate, method: nn.Module, attachment: Attac
     router.__class__ = variational(type(router))
     router.vmoer = method
     router.vmoer_gate, router.vmoer_attachment, router.vmoer_layer = gate, attachment, found.layer
+    attachment.gates.append(router)
 
 
 def self_check(found: FoundRouter, gate: Gate, attachment: Attachment, before: tuple[Tensor, ...]) -> None:

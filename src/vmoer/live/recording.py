@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from vmoer.errors import InputError
-from vmoer.live import html
+from vmoer.live import compiled, html
 from vmoer.live.context import NOTHING, Attachment, Pass
 from vmoer.live.layers import LayerRecord, compute_signals, divergences
-from vmoer.live.signals import Inputs, Rows, Wanted, names, token_signals, tried
+from vmoer.live.signals import Inputs, Rows, Wanted, columns, names, token_signals, tried
 from vmoer.live.tape import Tape, tape_for
 from vmoer.routers import Config, Router, Routing
 
@@ -146,6 +146,7 @@ class Record:
             columns=columns,
             device=router.novelty_root_RD.device,
         )
+        self.tape.numbers = compiled.numbered(attachment.gates)
 
     def end(self) -> None:
         """The block is over: the tape is for another."""
@@ -159,14 +160,20 @@ class Record:
             self._entries(now)[layer] = LayerRecord(chosen_TK, posterior, None, {}, inputs)
             return
         if self.tape is not None and torch.compiler.is_compiling():
-            now.told.append((self.describe(method, u_TD, routing), chosen_TK))
-            if layer == self.tape.layers[-1]:
-                self.tape.write(now.shape, now.mask_BT, [told[0] for told in now.told], [told[1] for told in now.told])
+            found = self.describe(method, u_TD, routing)
+            self.put_on_tape(now, columns([found[name] for name in self.tape.names], u_TD), chosen_TK)
             return
         self.keep(now, layer, chosen_TK, self.describe(method, u_TD, routing))
         if self.keeps_kl and posterior is not None:
             with torch.no_grad():
                 self._entries(now)[layer].divergence_T = posterior.divergence()
+
+    def put_on_tape(self, now: Pass, signals_TG: Tensor, chosen_TK: Tensor) -> None:
+        """In compiled code: what one layer says. The last one writes."""
+        assert self.tape is not None
+        now.told.append((signals_TG, chosen_TK))
+        if len(now.told) == len(self.tape.layers):
+            self.tape.write(now.shape, now.mask_BT, [told[0] for told in now.told], [told[1] for told in now.told])
 
     @torch.no_grad()
     def describe(self, method: Router, u_TD: Tensor, routing: Routing) -> dict[str, Tensor]:

@@ -79,6 +79,17 @@ def token_signals(inputs: Inputs, posterior: Posterior | None, wanted: Wanted = 
     return {name: value for name, value in found.items() if name in named}
 
 
+def columns(signals: Sequence[Tensor], u_TD: Tensor) -> Tensor:
+    """Side by side, [T, G], in float32; where they are the columns of one tensor already, that one."""
+    whole = signals[0]._base if signals and not torch.compiler.is_compiling() else None
+    if whole is not None and whole.shape == (len(u_TD), len(signals)) and whole.dtype == torch.float32:
+        strides = {x.stride() for x in signals}
+        if strides == {whole.stride()[:1]} and [x.storage_offset() for x in signals] == [*range(len(signals))]:
+            return whole
+    wide = [x.float() for x in signals]
+    return torch.stack(wide, -1) if wide else u_TD.new_empty((len(u_TD), 0), dtype=torch.float32)
+
+
 def _no_such(name: str, method: Router, posterior: Posterior | None) -> InputError:
     if name == "novelty":
         return InputError("novelty has no reference yet: call vmoer.fit(model, batches) first")

@@ -45,6 +45,8 @@ class Tape:
     """The attached model it is for."""
     asks: Any = None
     """What its routers are asked."""
+    numbers: tuple[int, ...] = ()
+    """Those of the routers (vmoer/live/compiled.py)."""
 
     @classmethod
     def blank(cls, names: Sequence[str], layers: Sequence[int], k: int, columns: int, device: torch.device) -> "Tape":
@@ -79,16 +81,15 @@ class Tape:
         self,
         shape: tuple[int, int],
         mask_BT: Tensor | None,
-        signals: Sequence[dict[str, Tensor]],
+        signals: Sequence[Tensor],
         experts: Sequence[Tensor],
     ) -> None:
-        """One pass, every layer's signals and experts in their order, at the cursor. Beyond the tape's end nothing is kept apart,
-        and `taken` says so."""
+        """One pass, every layer's signals [T, G] and experts [T, K] in order, at the cursor. Beyond the tape's end nothing is
+        kept apart, and `taken` says so."""
         tokens, device = shape[0] * shape[1], self.cursor.device
         place_T = (self.cursor + torch.arange(tokens, device=device)).clamp_max(self.columns - 1)
-        rows = [[of_layer[name].to(device, torch.float32) for name in self.names] for of_layer in signals]
-        found_LGT = torch.stack([torch.stack(row) for row in rows]) if self.names else self.signals_LGC[:, :, :tokens]
-        self.signals_LGC.index_copy_(2, place_T, found_LGT)
+        if self.names:
+            self.signals_LGC.index_copy_(2, place_T, torch.stack([x.to(device) for x in signals]).mT)
         self.experts_LCK.index_copy_(1, place_T, torch.stack([x.to(device, torch.int16) for x in experts]))
         mask_T = (
             torch.ones(tokens, dtype=torch.bool, device=device) if mask_BT is None else mask_BT.reshape(-1).to(device)
@@ -102,7 +103,7 @@ class Tape:
 
     def taken(self) -> "Tape":
         """A copy of what is on it, without waiting for the device."""
-        copies = (tensor.clone() for tensor in self.tensors())
+        copies = [tensor.clone() for tensor in self.tensors()]
         return Tape(self.names, self.layers, *copies, self.of)  # type: ignore[call-arg]
 
     def passes(self) -> list[TapedPass] | None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from vmoer import gates
 from vmoer.errors import InputError, RunError
 from vmoer.gates import Gate
-from vmoer.live import capturing
+from vmoer.live import capturing, compiled, context
 from vmoer.live.context import Asked, Attachment, Pass, Recorder
 from vmoer.numerics import kernels
 from vmoer.routers import Call, Routing
@@ -27,8 +27,13 @@ class VariationalGate(nn.Module):
     vmoer_gate: Gate
     vmoer_attachment: Attachment
     vmoer_layer: int
+    vmoer_number: int = compiled.ALONE
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() and not (args or kwargs):
+            out = self._compiled(hidden_states)
+            if out is not None:
+                return out
         attachment = self.vmoer_attachment
         now = attachment.now
         if now is not None and now.parts and now.asked.enabled:
@@ -46,6 +51,26 @@ class VariationalGate(nn.Module):
                 if found is not None:
                     return found
         return self._routed(now, hidden_states, u_TD, args, kwargs)
+
+    def _compiled(self, u_TD: Tensor) -> Any:
+        """The answer in compiled code, where it is recorded by an operator (vmoer/live/compiled.py); else None. What is read here
+        is compared again on every pass, so it is to be little."""
+        number, now = self.vmoer_number, context.under_way()
+        if number == compiled.ALONE or now is None or not now.repeats or u_TD.dim() != 2:
+            return None
+        if self.training or torch.is_grad_enabled() or torch.is_autocast_enabled(u_TD.device.type):
+            return None
+        record: Any = now.asked.record
+        if record is None or record.tape is None or number not in record.tape.numbers:
+            return None
+        names = ",".join(record.tape.names)
+        if compiled.silent(number):
+            out = super().forward(u_TD)  # type: ignore[misc]
+            signals_TG = torch.ops.vmoer.signals(u_TD, out[compiled.place(number, "logits")], number, names)
+        else:
+            *out, signals_TG = torch.ops.vmoer.answer(u_TD, now.positions_T, number, names)
+        record.put_on_tape(now, signals_TG, out[compiled.place(number, "indices")])
+        return tuple(out)
 
     def _in_parts(self, now: Pass, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         outs = []
@@ -135,7 +160,10 @@ class VariationalGate(nn.Module):
         return Call(self.vmoer_layer, *about, self.vmoer_attachment.layers, current.drawn)
 
     def __reduce__(self) -> Any:
-        return _rebuild, (type(self).__mro__[2],), self.__dict__
+        state = {
+            name: value for name, value in self.__dict__.items() if name != "vmoer_number"
+        }  # a copy is another router
+        return _rebuild, (type(self).__mro__[2],), state
 
 
 _CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
