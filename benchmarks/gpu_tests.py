@@ -1,11 +1,13 @@
 """The kernels' tests on this machine's GPU, and a table of what passed.
 
     python benchmarks/gpu_tests.py --out results/kernels        kernels.md and kernels.json; exit code 1 where a test fails
+    python benchmarks/gpu_tests.py --out DIR --files few        of test_kernel_few.py alone; DIR keeps the rows of the others
 
 The same tests run in Triton's interpreter, without a GPU, as part of `make test`.
 """
 
 import argparse
+import json
 import os
 import platform
 import subprocess
@@ -24,10 +26,12 @@ ROOT = Path(__file__).parent.parent
 OUTCOMES = ("passed", "failure", "error", "skipped")
 
 
-def run(report: Path) -> list[dict[str, Any]]:
+def run(report: Path, names: list[str]) -> list[dict[str, Any]]:
     """A row a test: its file, name, outcome and seconds. What pytest says is in the report."""
+    folder = "tests/numerics/kernels"
+    files = [f"{folder}/test_kernel_{name}.py" for name in names] or [folder]
     path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
-    command = [sys.executable, "-m", "pytest", "tests/numerics/kernels", "-m", "gpu", "-q", f"--junitxml={report}"]
+    command = [sys.executable, "-m", "pytest", *files, "-m", "gpu", "-q", f"--junitxml={report}"]
     subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, check=False)
     rows = []
     for case in ElementTree.parse(report).getroot().iter("testcase"):
@@ -67,12 +71,21 @@ def table(where: dict[str, Any], rows: list[dict[str, Any]]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("out/kernels"))
-    out = parser.parse_args().out.absolute()
+    parser.add_argument("--files", nargs="*", default=[], help="parts of the tests' file names; all of them by default")
+    args = parser.parse_args()
+    out = args.out.absolute()
     if not torch.cuda.is_available():
         print("no GPU here", file=sys.stderr)
         return 2
     out.mkdir(parents=True, exist_ok=True)
-    rows, where = run(out / "kernels.xml"), machine()
+    rows, where = run(out / "kernels.xml", args.files), machine()
+    if args.files and (out / "kernels.json").exists():
+        held = json.loads((out / "kernels.json").read_text())
+        if held["machine"] != where:
+            print("the other rows were made on another machine or by other versions", file=sys.stderr)
+            return 2
+        again = {row["file"] for row in rows}
+        rows = sorted([row for row in held["tests"] if row["file"] not in again] + rows, key=lambda row: row["file"])
     write_json(out / "kernels.json", {"machine": where, "tests": rows})
     write_text(out / "kernels.md", text := table(where, rows))
     print(text)

@@ -166,7 +166,7 @@ def compiled(bench: Bench, name: str, plain: nn.Module, models: dict[str, nn.Mod
                 bench.add([{**about, "method": key, "mode": "recorded", "ratio": None, "error": reason}])
         compiles = dict(torch._dynamo.utils.counters["stats"])
         budget = min(max(40.0, share / 3), bench.left / 3)
-        rows = compare(works, base, about, budget, most=8, warm=2, turn=bench.turn)
+        rows = compare(works, base, about, budget, most=24, warm=2, turn=bench.turn)
         again = dict(torch._dynamo.utils.counters["stats"]) != compiles
         bench.add([{**row, "compiled_again": again} for row in rows])
         if bench.left < 2 * first + 30:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from vmoer.live.context import NOTHING, Pass
 from vmoer.live.signals import Inputs, columns, token_signals
+from vmoer.numerics.kernels import TOLD
 
 ALONE = 0
 """The number of a router that compiled code goes through line by line."""
@@ -25,9 +26,12 @@ ALONE = 0
 
 class _Known(NamedTuple):
     number: int
-    state: Any
-    held: Any
-    """What the state knows by address: kept, so that no other thing gets that address."""
+    config: Any
+    shelves: list[dict[str, Any]]
+    """Where its modules keep their parameters and buffers."""
+    places: list[Any]
+    held: list[Tensor]
+    """The tensors at these places: kept, so that no others come to lie there."""
 
 
 _NUMBERS = itertools.count(ALONE + 1)
@@ -37,11 +41,14 @@ _LOCK = threading.Lock()
 
 
 def numbered(gates: list[Any]) -> tuple[int, ...]:
-    """The numbers of attached routers; each has its own in `vmoer_number`, too."""
+    """The numbers of a model's attached routers, or ALONE for all of them; each has its own in `vmoer_number`, too."""
     with _LOCK:
-        for gate in gates:
-            gate.vmoer_number = _number(gate)
-        return tuple(gate.vmoer_number for gate in gates)
+        numbers = tuple(_number(gate) for gate in gates)
+        if ALONE in numbers:
+            numbers = (ALONE,) * len(gates)
+        for gate, number in zip(gates, numbers, strict=True):
+            gate.vmoer_number = number
+        return numbers
 
 
 def forget(gates: list[Any]) -> None:
@@ -51,16 +58,20 @@ def forget(gates: list[Any]) -> None:
 
 
 def _number(gate: Any) -> int:
-    method = gate.vmoer
-    held = [*gate.parameters(), *gate.buffers()]
-    if gate.vmoer_gate.types is None or not method.repeats or any(type(x) not in (Tensor, nn.Parameter) for x in held):
+    method, known = gate.vmoer, _KNOWN.get(gate)
+    if gate.vmoer_gate.types is None or not method.repeats:
         return ALONE
     method.halves()  # found here, so that it is not first found inside a CUDA graph's memory
-    held = [*gate.parameters(), *gate.buffers()]
-    state = (id(method.config), *[(x.data_ptr(), x.dtype, x.shape) for x in held])
-    known = _KNOWN.get(gate)
-    if known is None or known.state != state:
-        known = _KNOWN[gate] = _Known(next(_NUMBERS), state, (method.config, held))
+    if known is None or known.config is not method.config:  # whose settings decide which tensors there are
+        shelves = [shelf for module in gate.modules() for shelf in (module._parameters, module._buffers)]
+    else:
+        shelves = known.shelves
+    held = [x for shelf in shelves for x in shelf.values() if x is not None]
+    if any(type(x) not in (Tensor, nn.Parameter) for x in held):
+        return ALONE
+    places = [(x.data_ptr(), x.dtype) for x in held]
+    if known is None or known.config is not method.config or known.places != places:
+        known = _KNOWN[gate] = _Known(next(_NUMBERS), method.config, shelves, places, held)
         _GATES[known.number] = gate
     return known.number
 
@@ -79,7 +90,7 @@ def place(number: int, name: str) -> int:
 
 @torch.library.custom_op("vmoer::answer", mutates_args=())
 def answer(u_TD: Tensor, position_T: Tensor, number: int, names: str) -> list[Tensor]:
-    """What the router of that number returns, and behind it the signals of these names (with commas between), [T, G]."""
+    """What the router of that number returns, and behind it the signals of these names (with commas between), [T, `lanes`]."""
     gate = _GATES[number]
     with torch.no_grad():
         alone = Pass(position_T, position_T[:0], None, (1, len(u_TD)), gate.vmoer_attachment, NOTHING)
@@ -100,7 +111,7 @@ def _(u_TD: Tensor, position_T: Tensor, number: int, names: str) -> list[Tensor]
 
 @torch.library.custom_op("vmoer::signals", mutates_args=())
 def signals(u_TD: Tensor, logits_TN: Tensor, number: int, names: str) -> Tensor:
-    """The signals of a method that leaves the answer to the model's own router, [T, G]."""
+    """The signals of a method that leaves the answer to the model's own router, [T, `lanes`]."""
     with torch.no_grad():
         return _signals(Inputs(_GATES[number].vmoer, u_TD, logits_TN.float()), None, names)
 
@@ -110,10 +121,17 @@ def _(u_TD: Tensor, logits_TN: Tensor, number: int, names: str) -> Tensor:
     return _like(u_TD, names)
 
 
+def lanes(names: str) -> tuple[str, ...]:
+    """The columns that an operator answers with: the signals of these names. Where kernels find some of them on the way, all that
+    these find, so that nothing is copied; what was not asked for may be anything."""
+    wanted = tuple(name for name in names.split(",") if name)
+    return TOLD if "logit_variance" in wanted and set(wanted) <= set(TOLD) else wanted
+
+
 def _signals(inputs: Inputs, posterior: Any, names: str) -> Tensor:
-    found = token_signals(inputs, posterior, names.split(",") if names else [])
-    return columns([found[name] for name in names.split(",") if name], inputs.u_TD)
+    found = token_signals(inputs, posterior, [name for name in names.split(",") if name])
+    return columns([found.get(name) for name in lanes(names)], inputs.u_TD)
 
 
 def _like(u_TD: Tensor, names: str) -> Tensor:
-    return u_TD.new_empty((u_TD.shape[0], len([name for name in names.split(",") if name])), dtype=torch.float32)
+    return u_TD.new_empty((u_TD.shape[0], len(lanes(names))), dtype=torch.float32)

@@ -176,8 +176,8 @@ class Attachment:
     hooks: list[Any] = field(default_factory=list)
     gates: list[nn.Module] = field(default_factory=list)
     """The model's own routers, as `routers` has the methods."""
-    first: list[tuple[nn.Module, Any]] = field(default_factory=list)
-    """Decoder layers, and the hooks that must see their input before anybody's else."""
+    decoder_layers: list[nn.Module] = field(default_factory=list)
+    """Those that the routers are in."""
     number: int = field(default_factory=_NUMBERS.__next__)
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -130,8 +130,7 @@ def hook(model: nn.Module, chosen: list[FoundRouter], attachment: Attachment) ->
     """Hooks that say which tokens a forward pass is about, and the names that `save_pretrained` is to leave out."""
     decoder = chosen[0].decoder
     attachment.hooks.append(decoder.register_forward_pre_hook(DecoderHook(attachment), with_kwargs=True))
-    for found in chosen:
-        hook_layer(layer_of(model, found), attachment)
+    attachment.decoder_layers += [layer_of(model, found) for found in chosen]
     module: Any
     for module in model.modules():
         if hasattr(module, "_keys_to_ignore_on_save") and hasattr(module, "save_pretrained"):
@@ -145,15 +144,9 @@ def layer_of(model: nn.Module, found: FoundRouter) -> nn.Module:
     return model.get_submodule(found.path[: found.path.index(f".{found.layer}.") + len(f".{found.layer}")])
 
 
-def hook_layer(layer: nn.Module, attachment: Attachment) -> None:
-    """Let a decoder layer find the pass that it runs in."""
-    handle = layer.register_forward_pre_hook(LayerHook(attachment), with_kwargs=True)
-    attachment.hooks.append(handle)
-    attachment.first.append((layer, handle))
-
-
 class DecoderHook:
-    """Before the decoder runs: note its tokens' positions and mask."""
+    """Before the decoder runs: note its tokens' positions and mask. In training the layers are hooked too; not before, since
+    compiled code compares every hook again on every pass."""
 
     def __init__(self, attachment: Attachment) -> None:
         self.attachment = attachment
@@ -162,9 +155,15 @@ class DecoderHook:
         positions_BT, mask_BT = positions_and_mask(args, kwargs)
         self.attachment.begin(positions_BT, mask_BT)
         if torch.compiler.is_compiling() or not (module.training and torch.is_grad_enabled()):
-            return  # the layers' hooks have nothing to do
-        for layer, handle in self.attachment.first:  # FSDP2's hooks hand on copies, and may have come later
-            cast(Any, layer._forward_pre_hooks).move_to_end(handle.id, last=False)
+            return
+        for layer in self.attachment.decoder_layers:
+            hooks: Any = layer._forward_pre_hooks
+            own = [number for number, hook in hooks.items() if getattr(hook, "attachment", None) is self.attachment]
+            if not own:
+                handle = layer.register_forward_pre_hook(LayerHook(self.attachment), with_kwargs=True)
+                self.attachment.hooks.append(handle)
+                own = [handle.id]
+            hooks.move_to_end(own[0], last=False)  # FSDP2's hooks hand on copies, and may have come later
 
 
 class LayerHook:

@@ -10,7 +10,7 @@ The record of one `model.generate` reads like that of one pass over the finished
 
 import asyncio
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -161,19 +161,21 @@ class Record:
             return
         if self.tape is not None and torch.compiler.is_compiling():
             found = self.describe(method, u_TD, routing)
-            self.put_on_tape(now, columns([found[name] for name in self.tape.names], u_TD), chosen_TK)
+            self.put_on_tape(now, columns([found[name] for name in self.tape.names], u_TD), self.tape.names, chosen_TK)
             return
         self.keep(now, layer, chosen_TK, self.describe(method, u_TD, routing))
         if self.keeps_kl and posterior is not None:
             with torch.no_grad():
                 self._entries(now)[layer].divergence_T = posterior.divergence()
 
-    def put_on_tape(self, now: Pass, signals_TG: Tensor, chosen_TK: Tensor) -> None:
-        """In compiled code: what one layer says. The last one writes."""
-        assert self.tape is not None
+    def put_on_tape(self, now: Pass, signals_TG: Tensor, lanes: Sequence[str], chosen_TK: Tensor) -> None:
+        """In compiled code: what one layer says, whose signals have these names. The last one writes."""
+        tape = self.tape
+        assert tape is not None
         now.told.append((signals_TG, chosen_TK))
-        if len(now.told) == len(self.tape.layers):
-            self.tape.write(now.shape, now.mask_BT, [told[0] for told in now.told], [told[1] for told in now.told])
+        if len(now.told) == len(tape.layers):
+            columns = [lanes.index(name) for name in tape.names]
+            tape.write(now.shape, now.mask_BT, [told[0] for told in now.told], columns, [told[1] for told in now.told])
 
     @torch.no_grad()
     def describe(self, method: Router, u_TD: Tensor, routing: Routing) -> dict[str, Tensor]:

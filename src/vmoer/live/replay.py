@@ -29,7 +29,7 @@ from vmoer.errors import AttachError, InputError
 from vmoer.gates import FoundRouter, Gate, Scoring, plans
 from vmoer.live.attach import attachment_of
 from vmoer.live.context import Attachment, documents
-from vmoer.live.installing import DecoderHook, hook_layer, layer_of
+from vmoer.live.installing import DecoderHook, layer_of
 from vmoer.live.variational import VariationalGate
 
 
@@ -230,7 +230,7 @@ def _prepare(model: nn.Module, found: FoundRouter, attachment: Attachment) -> No
     hook = RouterHook(attachment, found)
     if not any(type(p.data).__name__ == "DTensor" for p in found.router.parameters()):
         hook.probe()
-    hook_layer(layer_of(model, found), attachment)
+    attachment.decoder_layers.append(layer_of(model, found))
     attachment.hooks.append(found.router.register_forward_hook(hook, with_kwargs=True))
 
 

@@ -59,17 +59,24 @@ def token_signals(inputs: Inputs, posterior: Posterior | None, wanted: Wanted = 
     """The signals that a record asked for."""
     named = None if wanted is None or wanted == "all" else {*wanted}
     of_posterior = None if named is None else named - {"gate_entropy", "novelty"}
+    wants_both = inputs.method.fitted and (named is None or {"gate_entropy", "novelty"} <= named)
     found: dict[str, Tensor] = {}
-    both = None
+    both, pair_T2 = None, None
     if posterior is not None and of_posterior != set() and inputs.method.gate.scoring.score == "softmax":
         both = posterior.signals_and_entropy(inputs.weight_TN)
-    if named is None or "gate_entropy" in named:
+    if wants_both and both is None and inputs.method.gate.scoring.score == "softmax" and kernels.available(inputs.u_TD):
+        pair_T2 = kernels.entropy_and_novelty(inputs.weight_TN, inputs.u_TD, inputs.method.halves())
+    if pair_T2 is not None:
+        found["gate_entropy"] = pair_T2[:, 0]
+    elif named is None or "gate_entropy" in named:
         found["gate_entropy"] = gate_entropy(inputs.method, inputs.weight_TN) if both is None else both[1]
     if posterior is not None and of_posterior != set():
         found |= posterior.signals() if both is None else both[0]
         if wanted == "all" or (of_posterior and not of_posterior <= found.keys()):
             found |= posterior.costly_signals()
-    if inputs.method.fitted and (named is None or "novelty" in named):
+    if pair_T2 is not None:
+        found["novelty"] = pair_T2[:, 1]
+    elif inputs.method.fitted and (named is None or "novelty" in named):
         known_T = None if posterior is None else posterior.novelty()
         found["novelty"] = inputs.method.novelty(inputs.u_TD) if known_T is None else known_T
     if named is None:
@@ -79,14 +86,15 @@ def token_signals(inputs: Inputs, posterior: Posterior | None, wanted: Wanted = 
     return {name: value for name, value in found.items() if name in named}
 
 
-def columns(signals: Sequence[Tensor], u_TD: Tensor) -> Tensor:
-    """Side by side, [T, G], in float32; where they are the columns of one tensor already, that one."""
-    whole = signals[0]._base if signals and not torch.compiler.is_compiling() else None
+def columns(signals: Sequence[Tensor | None], u_TD: Tensor) -> Tensor:
+    """Side by side, [T, G], in float32; where they are the columns of one tensor already, that one. None is anything."""
+    known = [x for x in signals if x is not None]
+    whole = known[0]._base if known and not torch.compiler.is_compiling() else None
     if whole is not None and whole.shape == (len(u_TD), len(signals)) and whole.dtype == torch.float32:
-        strides = {x.stride() for x in signals}
-        if strides == {whole.stride()[:1]} and [x.storage_offset() for x in signals] == [*range(len(signals))]:
+        places = [(x.stride(), x.storage_offset(), x._base is whole) for x in known]
+        if places == [(whole.stride()[:1], i, True) for i, x in enumerate(signals) if x is not None]:
             return whole
-    wide = [x.float() for x in signals]
+    wide = [u_TD.new_zeros(len(u_TD), dtype=torch.float32) if x is None else x.float() for x in signals]
     return torch.stack(wide, -1) if wide else u_TD.new_empty((len(u_TD), 0), dtype=torch.float32)
 
 

@@ -11,7 +11,7 @@ Shapes: L layers, G signals, C columns of the tape, K experts a token, P passes,
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 
 COLUMNS = 2**15
 """Tokens that a tape has room for, at least."""
+TENSORS = ("signals_LGC", "experts_LCK", "mask_C", "passes_P2", "cursor", "count")
 
 
 class TapedPass(NamedTuple):
@@ -67,7 +68,7 @@ class Tape:
         return tape
 
     def tensors(self) -> list[Tensor]:
-        return [self.signals_LGC, self.experts_LCK, self.mask_C, self.passes_P2, self.cursor, self.count]
+        return [getattr(self, name) for name in TENSORS]
 
     @property
     def columns(self) -> int:
@@ -82,15 +83,17 @@ class Tape:
         shape: tuple[int, int],
         mask_BT: Tensor | None,
         signals: Sequence[Tensor],
+        columns: Sequence[int],
         experts: Sequence[Tensor],
     ) -> None:
-        """One pass, every layer's signals [T, G] and experts [T, K] in order, at the cursor. Beyond the tape's end nothing is
-        kept apart, and `taken` says so."""
+        """One pass, every layer's signals [T, ...] of which these columns are wanted, and experts [T, K], in order, at the
+        cursor. Beyond the tape's end nothing is kept apart, and `taken` says so."""
         tokens, device = shape[0] * shape[1], self.cursor.device
         place_T = (self.cursor + torch.arange(tokens, device=device)).clamp_max(self.columns - 1)
         if self.names:
-            self.signals_LGC.index_copy_(2, place_T, torch.stack([x.to(device) for x in signals]).mT)
-        self.experts_LCK.index_copy_(1, place_T, torch.stack([x.to(device, torch.int16) for x in experts]))
+            found_LTG = _stacked([x.to(device) for x in signals])
+            self.signals_LGC.index_copy_(2, place_T, torch.stack([found_LTG[:, :, g] for g in columns], 1))
+        self.experts_LCK.index_copy_(1, place_T, _stacked([x.to(device, torch.int16) for x in experts]))
         mask_T = (
             torch.ones(tokens, dtype=torch.bool, device=device) if mask_BT is None else mask_BT.reshape(-1).to(device)
         )
@@ -103,8 +106,8 @@ class Tape:
 
     def taken(self) -> "Tape":
         """A copy of what is on it, without waiting for the device."""
-        copies = [tensor.clone() for tensor in self.tensors()]
-        return Tape(self.names, self.layers, *copies, self.of)  # type: ignore[call-arg]
+        copies: dict[str, Any] = {name: getattr(self, name).clone() for name in TENSORS}
+        return replace(self, **copies)
 
     def passes(self) -> list[TapedPass] | None:
         """What was written, pass by pass; None where there was no room for all of it."""
@@ -119,6 +122,11 @@ class Tape:
             found.append(TapedPass((rows, columns), mask_BT, *parts))
             start = stop
         return found
+
+
+def _stacked(tensors: Sequence[Tensor]) -> Tensor:
+    """The compiler makes one kernel of at most eight tensors' copies; of more it makes a kernel each."""
+    return torch.cat([torch.stack(tuple(tensors[i : i + 8])) for i in range(0, len(tensors), 8)])
 
 
 class _Local(threading.local):

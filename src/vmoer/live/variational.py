@@ -69,7 +69,7 @@ class VariationalGate(nn.Module):
             signals_TG = torch.ops.vmoer.signals(u_TD, out[compiled.place(number, "logits")], number, names)
         else:
             *out, signals_TG = torch.ops.vmoer.answer(u_TD, now.positions_T, number, names)
-        record.put_on_tape(now, signals_TG, out[compiled.place(number, "indices")])
+        record.put_on_tape(now, signals_TG, compiled.lanes(names), out[compiled.place(number, "indices")])
         return tuple(out)
 
     def _in_parts(self, now: Pass, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -49,8 +49,23 @@ def test_network(tokens: int, dim: int, hidden: int, outputs: int, rank: int) ->
     if rank:
         novelty = (u_TD.double() @ root_RD.double().mT).square().sum(-1)
         torch.testing.assert_close(told_TG[:, 3].double(), novelty, rtol=1e-4, atol=0)
-        assert torch.equal(few.novelty(u_TD, halves(root_RD)), told_TG[:, 3])
+        torch.testing.assert_close(few.novelty(u_TD, halves(root_RD)).double(), novelty, rtol=1e-4, atol=0)
     assert bool(told_TG[:, : 3 if rank else 4].isnan().all())  # nothing else is written
+
+
+@pytest.mark.parametrize(("tokens", "experts"), [(1, 40), (3, 5), (4, 128), (16, 60), (33, 257), (100, 40)])
+def test_entropy_and_novelty(tokens: int, experts: int) -> None:
+    GENERATOR.manual_seed(tokens)
+    u_TD = normal(tokens, 600).to(DEVICE, torch.bfloat16)
+    root_RD = (normal(20, 600) / 600).to(DEVICE)
+    wide_TN = 3 * normal(tokens, experts + 2).to(DEVICE)
+    wide_TN[0, 0] = -200.0  # a score that is nothing
+    for logits_TN in (wide_TN[:, :experts], wide_TN[:, :experts].to(torch.bfloat16)):
+        found_T2 = few.entropy_and_novelty(logits_TN, u_TD, halves(root_RD)).double()
+        entropy = torch.special.entr(logits_TN.double().softmax(-1)).sum(-1)
+        novelty = (u_TD.double() @ root_RD.double().mT).square().sum(-1)
+        torch.testing.assert_close(found_T2[:, 0], entropy, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(found_T2[:, 1], novelty, rtol=1e-4, atol=0)
 
 
 def test_a_token_is_the_same_beside_others_and_beside_nan() -> None:

@@ -181,6 +181,17 @@ def novelty(u_TD: Tensor, root_RD: Tensor, split: tuple[Tensor, Tensor] | None =
     return quadratic.novelty(u_TD, root_RD, split)
 
 
+def entropy_and_novelty(logits_TN: Tensor, u_TD: Tensor, split: tuple[Tensor, Tensor] | None) -> Tensor | None:
+    """[T, 2] for few tokens in bfloat16: the entropy of softmax(logits), and |W u|^2 by W's `halves`; or None."""
+    if split is None or not _usable(logits_TN, u_TD) or u_TD.dtype != torch.bfloat16 or u_TD.stride(1) != 1:
+        return None
+    if len(split[0]) > 256 or logits_TN.dim() != 2 or logits_TN.shape[-1] > 512 or logits_TN.stride(1) != 1:
+        return None
+    from vmoer.numerics.kernels import few
+
+    return few.entropy_and_novelty(logits_TN, u_TD, split) if len(u_TD) <= few.MOST else None
+
+
 __all__ = [
     "MANY",
     "TOLD",
@@ -192,6 +203,7 @@ __all__ = [
     "average",
     "enabled",
     "entropy",
+    "entropy_and_novelty",
     "entropy_and_trace",
     "expected_sigmoid_logit",
     "halves",

@@ -1,7 +1,9 @@
-"""The inference network for few tokens, in two launches: out = V relu(W u), and novelty |R u|^2 on the way; or novelty alone.
+"""The inference network for few tokens, in two launches: out = V relu(W u), and novelty |R u|^2 on the way. Or,
+for routers without a network, novelty and the entropy of the experts' scores.
 
     features    rows of W and of novelty's root R against a piece of u: partial sums [pieces, T, H + R]
-    heads       adds the pieces up in their order; then relu, rounding and rows of V; one program more squares what R gave
+    heads       adds the pieces up in their order; then relu, rounding and rows of V; one program more squares what R gave, and
+                has the entropy's time
 
 A step of decoding has a few tokens. There a product is a matrix of weights read once, and what it costs is launching, and waiting
 for memory that nobody asked for early enough. So programs are many and short, read their weights before they wait for what the
@@ -10,7 +12,7 @@ SINGLE tokens are multiplied one by one, which needs no tensor cores and no shar
 
 Floor at one token, D = 1536, H = 384, 860 outputs, R = 128: 2.6 MB of weights, 0.6 us; two launches.
 
-Shapes: T tokens, D model, H hidden, O outputs, R rows of the root, P pieces of D.
+Shapes: T tokens, D model, H hidden, O outputs, R rows of the root, N experts, P pieces of D.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -81,8 +83,17 @@ def _features_kernel(
 
 
 @triton.jit
+def _entropy(logits_BN):
+    """Of softmax(l) along the last axis, which -inf fills up."""
+    d_BN = logits_BN - tl.max(logits_BN, 1)[:, None]
+    e_BN = tl.exp(d_BN)
+    total_B = tl.sum(e_BN, 1)
+    return tl.log(total_B) - tl.sum(tl.where(e_BN > 0, e_BN * d_BN, 0.0), 1) / total_B
+
+
+@triton.jit
 def _heads_kernel(
-    parts_ptr, heads_ptr, out_ptr, told_ptr, tokens, told_t, blocks,
+    parts_ptr, heads_ptr, out_ptr, told_ptr, logits_ptr, tokens, told_t, logits_t, blocks, N: tl.constexpr, N_PAD: tl.constexpr,
     H: tl.constexpr, H_PAD: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr, OUT: tl.constexpr, P: tl.constexpr,
     T_PAD: tl.constexpr, SINGLE: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr, COLUMN: tl.constexpr,
 ):  # fmt: skip
@@ -129,9 +140,18 @@ def _heads_kernel(
             for p in tl.static_range(P):
                 along_R += tl.load(parts_ptr + (p * T_PAD + one) * (H + R) + H + r, mask=r < R, other=0.0)
             tl.store(told_ptr + one * told_t + COLUMN, tl.sum(along_R * along_R, 0))
+            if N > 0:
+                n = tl.arange(0, N_PAD)[None, :]
+                logits_1N = tl.load(logits_ptr + one * logits_t + n, mask=n < N, other=float("-inf")).to(tl.float32)
+                tl.store(told_ptr + one * told_t, tl.sum(_entropy(logits_1N), 0))
     else:
         r = tl.arange(0, R_PAD)
         wait_for_former(OVERLAP)
+        if N > 0:
+            n = tl.arange(0, N_PAD)[None, :]
+            place = t.to(tl.int64)[:, None] * logits_t + n
+            logits_TN = tl.load(logits_ptr + place, mask=(n < N) & live[:, None], other=float("-inf")).to(tl.float32)
+            tl.store(told_ptr + t * told_t, _entropy(tl.where(live[:, None], logits_TN, 0.0)), mask=live)
         along_TR = tl.zeros([T_PAD, R_PAD], tl.float32)
         for p in tl.static_range(P):
             along_TR += tl.load(
@@ -162,10 +182,17 @@ def network(
 
 
 def novelty(u_TD: Tensor, root: tuple[Tensor, Tensor]) -> Tensor:
-    """|R u|^2 alone, [T], by the same sums."""
+    """|R u|^2 alone, [T]."""
     out_T1 = torch.empty(len(u_TD), 1, dtype=torch.float32, device=u_TD.device)
     _launch(u_TD, root[0], root[0], root, out_T1, out_T1, hidden=0, rank=len(root[0]), column=0)
     return out_T1.squeeze(1)
+
+
+def entropy_and_novelty(logits_TN: Tensor, u_TD: Tensor, root: tuple[Tensor, Tensor]) -> Tensor:
+    """The entropy of softmax(logits), and |R u|^2, [T, 2]."""
+    out_T2 = torch.empty(len(u_TD), 2, dtype=torch.float32, device=u_TD.device)
+    _launch(u_TD, root[0], root[0], root, out_T2, out_T2, hidden=0, rank=len(root[0]), column=1, logits_TN=logits_TN)
+    return out_T2
 
 
 def _launch(
@@ -179,6 +206,7 @@ def _launch(
     hidden: int,
     rank: int,
     column: int = TOLD.index("novelty"),
+    logits_TN: Tensor | None = None,
 ) -> None:
     """Both kernels, for so many rows of W and of the root; what there are none of may be any tensor."""
     tokens, dim = u_TD.shape
@@ -195,8 +223,10 @@ def _launch(
             D=dim, H=hidden, R=rank, T_PAD=t_pad, SINGLE=single, PIECE=PIECE, ROWS=ROWS, OVERLAP=bool(overlap),
             num_warps=4 if t_pad <= 16 else 8,
         )  # fmt: skip
+        logits, experts = (told_TG, 0) if logits_TN is None else (logits_TN, logits_TN.shape[1])
         _heads_kernel[(blocks + (rank > 0), columns)](
-            parts_PTR, heads_OH, out_TO, told_TG, tokens, told_TG.stride(0), blocks,
+            parts_PTR, heads_OH, out_TO, told_TG, logits, tokens, told_TG.stride(0), logits.stride(0), blocks,
+            N=experts, N_PAD=pad(max(1, experts), 16),
             H=hidden, H_PAD=pad(max(1, hidden), 16), R=rank, R_PAD=pad(max(1, rank), 16), OUT=outputs, P=pieces,
             T_PAD=t_pad, SINGLE=single, ROWS=rows, OVERLAP=bool(overlap), COLUMN=column,
             num_warps=16 if rows == 64 else 8 if max(t_pad, rows) == 32 else 4, **overlap,
