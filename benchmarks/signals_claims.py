@@ -1,6 +1,7 @@
 """What reading the uncertainty may cost, line by line, by what benchmarks/signals.py leaves on a GPU: exit code 1 on failure.
 
-python benchmarks/signals_claims.py results/signals
+python benchmarks/signals_claims.py results/signals              the bounds
+python benchmarks/signals_claims.py --table results/signals      every row, as Markdown
 
 Overheads are medians of paired rounds, in percent over the plain model. A line whose rows were not measured is shown with a dash
 and does not hold.
@@ -11,6 +12,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
+
+from vmoer.bench import reading_rows
 
 GEOMETRIES = ("granite-3b", "qwen1.5-moe", "deepseek-moe-16b", "qwen3-30b-a3b")
 FIRST = "granite-3b"
@@ -83,7 +88,7 @@ def table(rows: list[Row], say: Callable[[str], object] = print) -> bool:
 
 
 def main() -> int:
-    given = [Path(name) for name in sys.argv[1:]]
+    given = [Path(name) for name in sys.argv[1:] if name != "--table"]
     files = [file for path in given for file in (sorted(path.glob("*.json")) if path.is_dir() else [path])]
     if not files or not all(path.is_file() for path in files):
         print(
@@ -91,7 +96,15 @@ def main() -> int:
             file=sys.stderr,
         )
         return 2
-    return 0 if table([row for path in files for row in json.loads(path.read_text())["rows"]]) else 1
+    rows = [row for path in files for row in json.loads(path.read_text())["rows"]]
+    if "--table" in sys.argv:
+        order = [*METHODS, "eager plain"]
+        rows.sort(
+            key=lambda row: (GEOMETRIES.index(row["geometry"]), row["part"], order.index(row["method"]), row["mode"])
+        )
+        print(reading_rows.table(rows), end="")
+        return 0
+    return 0 if table(rows) else 1
 
 
 if __name__ == "__main__":

@@ -5,7 +5,9 @@ torch.compile's own count of what it compiled.
 """
 
 import copy
+import gc
 import sys
+import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -107,6 +109,19 @@ def test_a_router_that_has_changed_is_compiled_again(change: str) -> None:
                 model(**batch)
     check(ours, theirs)
     assert not all(torch.equal(before.signals[name], value) for name, value in ours.signals.items())
+
+
+def test_nothing_of_a_detached_method_is_held() -> None:
+    model, batch = attached("vglr-mf"), tiny.batch()
+    compiled: Any = torch.compile(model, fullgraph=True, backend="eager")
+    with torch.no_grad(), vmoer.record(compiled) as rec:
+        compiled(**batch)
+    router = weakref.ref(next(iter(routers_of(model).values())).heads.weight)
+    vmoer.detach(model)
+    torch._dynamo.reset()
+    del rec, compiled
+    gc.collect()
+    assert router() is None
 
 
 def test_a_copy_is_another_router() -> None:

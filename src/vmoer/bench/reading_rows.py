@@ -23,29 +23,37 @@ def line(row: Row) -> str:
 
 
 def table(rows: list[Row]) -> str:
-    """Percent over the plain model, a line a method and mode."""
-    lines = ["# What reading the uncertainty costs", "", "Percent over the plain model: medians of rounds."]
-    for geometry in dict.fromkeys(row["geometry"] for row in rows):
-        own = [row for row in rows if row["geometry"] == geometry]
-        columns = list(dict.fromkeys((r["part"], r["launch"], r["tokens"], r["batch"]) for r in own))
-        body = []
-        for method, mode in dict.fromkeys((r["method"], r["mode"]) for r in own):
-            cells = [method, mode]
-            for column in columns:
-                found = [
-                    r
-                    for r in own
-                    if (r["part"], r["launch"], r["tokens"], r["batch"], r["method"], r["mode"])
-                    == (*column, method, mode)
-                ]
-                value = found[-1]["ratio"] if found else None
-                cells.append("-" if value is None else f"{100 * (value - 1):+.2f}")
-            memory = [r["memory"] for r in own if (r["method"], r["mode"]) == (method, mode) and r.get("memory")]
-            body.append([*cells, f"{100 * (memory[-1] - 1):+.2f}" if memory else "-"])
-        heads = [f"{part} {tokens} x{batch} {launch[0]}" for part, launch, tokens, batch in columns]
-        lines += ["", f"## {geometry}", "", *grid(["method", "mode", *heads, "memory"], body)]
-        lines += ["", *[line(row) for row in own if row.get("error")]]
-    return "\n".join(lines) + "\n"
+    """Percent over the plain model, a table for each geometry and part."""
+    lines = [
+        "# What reading the uncertainty costs",
+        "",
+        "Percent over the plain model: medians and quartiles of rounds.",
+    ]
+    for geometry, part in dict.fromkeys((row["geometry"], row["part"]) for row in rows):
+        own = [row for row in rows if (row["geometry"], row["part"]) == (geometry, part)]
+        lines += ["", f"## {geometry}, {part}", ""]
+        if measured := [row for row in own if row["ratio"] is not None]:
+            lines += _grid(measured)
+        if failed := [line(row) for row in own if row.get("error")]:
+            lines += ["", *failed]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _grid(rows: list[Row]) -> list[str]:
+    """Of one geometry and part: a line a method and mode, a column a kind of pass, and memory where that was measured."""
+    columns: dict[str, dict[tuple[str, str], str]] = {}
+    for row in rows:
+        size = f"batch {row['batch']}" if row["part"] in ("generate", "decode") else f"{row['tokens']} tokens"
+        middle, low, high = (f"{100 * (row[key] - 1):+.2f}" for key in ("ratio", "low", "high"))
+        columns.setdefault(f"{size}, {row['launch']}", {})[row["method"], row["mode"]] = f"{middle} [{low}, {high}]"
+    for row in rows:
+        if row.get("memory") is not None:
+            memory = f"{100 * (row['memory'] - 1):+.2f}"
+            columns.setdefault(f"memory at {row['tokens']}", {})[row["method"], row["mode"]] = memory
+    names = dict.fromkeys((row["method"], row["mode"]) for row in rows)
+    return grid(
+        ["method", "mode", *columns], [[*name, *[own.get(name, "-") for own in columns.values()]] for name in names]
+    )
 
 
 def launch_bound(rows: Sequence[Row]) -> int | None:

@@ -85,7 +85,7 @@ def detach(model: nn.Module, *, _attachment: Attachment | None = None) -> nn.Mod
         if isinstance(module, VariationalGate):
             ours = set(module.vmoer.parameters())
             del module.vmoer, module.vmoer_gate, module.vmoer_attachment, module.vmoer_layer
-            vars(module).pop("vmoer_number", None)
+            compiled.leave(module)
             module.__class__ = type(module).__mro__[2]
             for p in ours:
                 p.requires_grad_(False)

@@ -57,6 +57,12 @@ def forget(gates: list[Any]) -> None:
         gate.vmoer_number = ALONE
 
 
+def leave(gate: Any) -> None:
+    """The method has been detached."""
+    vars(gate).pop("vmoer_number", None)
+    _KNOWN.pop(gate, None)
+
+
 def _number(gate: Any) -> int:
     method, known = gate.vmoer, _KNOWN.get(gate)
     if gate.vmoer_gate.types is None or not method.repeats:

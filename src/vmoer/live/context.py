@@ -166,6 +166,12 @@ def under_way() -> Pass | None:
     return _LOCAL.now
 
 
+def over() -> None:
+    """The pass under way has said all that it has to say. A pass that outlived compiled code would be one of its results: built
+    anew, with all its tensors, on every run."""
+    _LOCAL.now = None
+
+
 @dataclass(eq=False)
 class Attachment:
     """A method on a model. Nothing here changes while it is attached, whoever runs the model."""

@@ -43,7 +43,7 @@ class Tape:
     cursor: Tensor
     count: Tensor
     of: Any = None
-    """The attached model it is for."""
+    """The attached model it is for: a weak reference, since tapes are kept by it; on a copy that was taken the model itself."""
     asks: Any = None
     """What its routers are asked."""
     numbers: tuple[int, ...] = ()
@@ -107,7 +107,7 @@ class Tape:
     def taken(self) -> "Tape":
         """A copy of what is on it, without waiting for the device."""
         copies: dict[str, Any] = {name: getattr(self, name).clone() for name in TENSORS}
-        return replace(self, **copies)
+        return replace(self, of=self.of(), **copies)
 
     def passes(self) -> list[TapedPass] | None:
         """What was written, pass by pass; None where there was no room for all of it."""
@@ -161,7 +161,7 @@ def tape_for(
         or tape.columns < columns
     ):
         tape = _LOCAL.tapes[attachment] = Tape.blank(name(), layers, k, max(columns, COLUMNS), device)
-        tape.of, tape.asks = attachment, asks
+        tape.of, tape.asks = weakref.ref(attachment), asks
     tape.rewind()
     return tape
 
