@@ -22,6 +22,7 @@ import vmoer
 from vmoer.errors import InputError
 from vmoer.live import tape
 from vmoer.live.attach import reconfigured, routers_of
+from vmoer.live.variational import VariationalGate
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*lru_cache"),
@@ -87,6 +88,43 @@ def test_compiled_code_compares_nothing_of_a_router_but_its_number(key: str) -> 
     assert any("vmoer_number" in name for name in compared)
     of_routers = {name.partition("['router']")[2] for name in compared if "['router']" in name}
     assert not [name for name in of_routers if "vmoer" in name and not name.startswith(".vmoer_number")]
+
+
+@pytest.mark.parametrize(
+    ("name", "operators"),
+    [("qwen3_moe", True), ("mixtral", True), ("jamba", True), ("deepseek_v3", False), ("llama4", False)],
+)
+def test_other_families_compile_alike(name: str, operators: bool) -> None:
+    """By operators where the gate is a softmax over W_r u, else line by line."""
+    model, batch = (
+        vmoer.fit(vmoer.attach(tiny.model(name), vmoer.FullCovariance()).eval(), [tiny.batch()]),
+        tiny.batch(),
+    )
+    model.set_experts_implementation("batched_mm")
+    compiled: Any = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        with vmoer.record(compiled) as ours:
+            compiled(**batch)
+        with vmoer.record(model) as theirs:
+            model(**batch)
+    for signal, value in theirs.signals.items():
+        torch.testing.assert_close(ours.signals[signal], value, rtol=1e-4, atol=1e-5)
+    assert torch.equal(ours.experts, theirs.experts)
+    assert {gate.vmoer_number > 0 for gate in model.modules() if isinstance(gate, VariationalGate)} == {operators}
+
+
+@pytest.mark.parametrize(
+    ("key", "names"), [("vglr-fc", "gate_entropy,logit_variance,novelty"), ("vtsr", "temperature"), ("vglr-lr", "")]
+)
+def test_torch_accepts_the_operator(key: str, names: str) -> None:
+    model = attached(key)
+    with torch.no_grad(), vmoer.record(torch.compile(model)):  # type: ignore[arg-type]
+        gate: Any = next(gate for gate in model.modules() if isinstance(gate, VariationalGate))
+        u_TD = torch.randn(7, gate.vmoer_gate.hidden_size)
+        given = (u_TD, torch.arange(7), gate.vmoer_number, names)
+        tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+        found = torch.library.opcheck(torch.ops.vmoer.answer.default, given, test_utils=tests)
+    assert set(found.values()) == {"SUCCESS"}, found
 
 
 @pytest.mark.parametrize("change", ["parameter", "statistics", "settings"])

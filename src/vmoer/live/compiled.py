@@ -27,8 +27,6 @@ ALONE = 0
 class _Known(NamedTuple):
     number: int
     config: Any
-    shelves: list[dict[str, Any]]
-    """Where its modules keep their parameters and buffers."""
     places: list[Any]
     held: list[Tensor]
     """The tensors at these places: kept, so that no others come to lie there."""
@@ -64,20 +62,17 @@ def leave(gate: Any) -> None:
 
 
 def _number(gate: Any) -> int:
-    method, known = gate.vmoer, _KNOWN.get(gate)
+    method = gate.vmoer
     if gate.vmoer_gate.types is None or not method.repeats:
         return ALONE
     method.halves()  # found here, so that it is not first found inside a CUDA graph's memory
-    if known is None or known.config is not method.config:  # whose settings decide which tensors there are
-        shelves = [shelf for module in gate.modules() for shelf in (module._parameters, module._buffers)]
-    else:
-        shelves = known.shelves
-    held = [x for shelf in shelves for x in shelf.values() if x is not None]
+    held = [x for m in gate.modules() for kept in (m._parameters, m._buffers) for x in kept.values() if x is not None]
     if any(type(x) not in (Tensor, nn.Parameter) for x in held):
         return ALONE
     places = [(x.data_ptr(), x.dtype) for x in held]
+    known = _KNOWN.get(gate)
     if known is None or known.config is not method.config or known.places != places:
-        known = _KNOWN[gate] = _Known(next(_NUMBERS), method.config, shelves, places, held)
+        known = _KNOWN[gate] = _Known(next(_NUMBERS), method.config, places, held)
         _GATES[known.number] = gate
     return known.number
 
@@ -101,7 +96,10 @@ def answer(u_TD: Tensor, position_T: Tensor, number: int, names: str) -> list[Te
     with torch.no_grad():
         alone = Pass(position_T, position_T[:0], None, (1, len(u_TD)), gate.vmoer_attachment, NOTHING)
         out, _, routing, _ = gate._answered(u_TD, alone, True, (), {})
-        return [*out, _signals(Inputs(gate.vmoer, u_TD, routing.weight_TN), routing.posterior, names)]
+        return [
+            *[x.contiguous() for x in out],
+            _signals(Inputs(gate.vmoer, u_TD, routing.weight_TN), routing.posterior, names),
+        ]
 
 
 @answer.register_fake
