@@ -96,10 +96,9 @@ def test_compiled_code_compares_nothing_of_a_router_but_its_number(key: str) -> 
 )
 def test_other_families_compile_alike(name: str, operators: bool) -> None:
     """By operators where the gate is a softmax over W_r u, else line by line."""
-    model, batch = (
-        vmoer.fit(vmoer.attach(tiny.model(name), vmoer.FullCovariance()).eval(), [tiny.batch()]),
-        tiny.batch(),
-    )
+    model: Any = vmoer.attach(tiny.model(name), vmoer.FullCovariance()).eval()
+    batch = tiny.batch()
+    vmoer.fit(model, [batch])
     model.set_experts_implementation("batched_mm")
     compiled: Any = torch.compile(model, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
@@ -241,3 +240,25 @@ def test_transformers_compiles_a_recorded_generation(key: str) -> None:
         check(ours, theirs)
         assert ours.generated.signals["novelty"].shape == theirs.generated.signals["novelty"].shape
     assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("key", ["vglr-fc", "map"])
+@pytest.mark.filterwarnings("ignore")
+def test_a_generation_that_nobody_records_is_compiled_by_operators(key: str) -> None:
+    """Oracle: the same generation with compiling switched off, before and after a parameter has been replaced."""
+    model, ids = attached(key), tiny.batch()["input_ids"][:, :5]
+    config = CompileConfig(backend="eager", fullgraph=True, mode=None)
+    config._compile_all_devices = True
+    settings = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 6}
+    texts = []
+    for change in range(2):
+        for _ in range(2):
+            text = model.generate(**settings, cache_implementation="static", compile_config=config)
+            assert torch.equal(text, model.generate(**settings))
+        assert all(gate.vmoer_number > 0 for gate in model.modules() if isinstance(gate, VariationalGate))
+        texts.append(text)
+        assert counters["stats"]["unique_graphs"] == (1 if key == "map" else change + 1)
+        for router in routers_of(model).values():
+            for layer in [module for module in router.modules() if isinstance(module, torch.nn.Linear)]:
+                layer.weight = torch.nn.Parameter(8 * layer.weight.detach().flip(0), requires_grad=False)
+    assert torch.equal(*texts) == (key == "map")

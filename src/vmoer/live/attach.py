@@ -147,9 +147,11 @@ def record(
     else:
         follow(model, attachment)
     record = Record(attachment.config, attachment.layers, signals=signals, keeps_kl=kl or step is not None)
+    numbers: tuple[int, ...] = ()
     if is_compiled(model) and not record.keeps_kl:
         record.take_tape(attachment)
-    with attachment.asking(record=record, step=step, first_row=first_row):
+        numbers = compiled.numbered(attachment.gates)
+    with attachment.asking(record=record, step=step, first_row=first_row, numbers=numbers):
         try:
             yield record
         finally:

@@ -1,9 +1,10 @@
-"""Routers in compiled code that is recorded: there each is one operator, of which the compiler knows no more than shapes.
+"""Routers in compiled code: there each is one operator, of which the compiler knows no more than shapes.
 
 Compiled code is entered through guards: whatever Python it was made from is compared again on every pass, while the GPU waits.
 The most expensive are those on tensors, and a router has many. An operator that finds its router by a number has none. But then
 nobody sees that a parameter has been put somewhere else, where a CUDA graph would not look. So `numbered` compares them when a
-record begins, and a router that has changed gets a new number: code that was compiled for the former one is not entered again.
+record or a `model.generate` begins, and a router that has changed gets a new number: code that was compiled for the former one is
+not entered again. Compiled passes outside of both go through their routers line by line.
 
 Shapes: T tokens, N experts, D model, K selected, G signals.
 """
@@ -50,7 +51,7 @@ def numbered(gates: list[Any]) -> tuple[int, ...]:
 
 
 def forget(gates: list[Any]) -> None:
-    """Settings or statistics change: until the next record begins, compiled code goes through these routers line by line."""
+    """Settings or statistics change: until they are `numbered` again, compiled code goes through these routers line by line."""
     for gate in gates:
         gate.vmoer_number = ALONE
 

@@ -82,6 +82,8 @@ class Asked:
     collector: Collector | None = None
     check: Check | None = None
     replay: Replayed | None = None
+    numbers: tuple[int, ...] = ()
+    """Of the routers that compiled code may take for what they were when the block began (vmoer/live/compiled.py)."""
 
     @property
     def repeats(self) -> bool:

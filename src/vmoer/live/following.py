@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import GenerationMixin
 
 from vmoer.errors import InputError
+from vmoer.live import compiled
 from vmoer.live.context import Attachment
 from vmoer.live.recording import Generation, Record
 
@@ -70,6 +71,9 @@ class Follower:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         record, asked = self.attachment.asked.record, self.attachment.asked
+        if record is None and asked.step is None and not asked.numbers:
+            with self.attachment.asking(numbers=compiled.numbered(self.attachment.gates)):
+                return self._own(*args, **kwargs)
         if not isinstance(record, Record) or asked.step is not None or record.generating:  # or a model within a model
             return self._own(*args, **kwargs)
         module, own = self.module, type(self.module).generate
@@ -89,7 +93,8 @@ class Follower:
             record.take_tape(self.attachment, _tokens(config, given, more))
         record.generating = True
         try:
-            out = own(module, **_asking(given, more, asked_for))
+            with self.attachment.asking(numbers=compiled.numbered(self.attachment.gates)):
+                out = own(module, **_asking(given, more, asked_for))
         finally:
             record.generating = False
         sequences_BT = out if isinstance(out, Tensor) else out.sequences

@@ -46,8 +46,6 @@ class Tape:
     """The attached model it is for: a weak reference, since tapes are kept by it; on a copy that was taken the model itself."""
     asks: Any = None
     """What its routers are asked."""
-    numbers: tuple[int, ...] = ()
-    """Those of the routers (vmoer/live/compiled.py)."""
 
     @classmethod
     def blank(cls, names: Sequence[str], layers: Sequence[int], k: int, columns: int, device: torch.device) -> "Tape":

@@ -53,23 +53,28 @@ class VariationalGate(nn.Module):
         return self._routed(now, hidden_states, u_TD, args, kwargs)
 
     def _compiled(self, u_TD: Tensor) -> Any:
-        """The answer in compiled code, where it is recorded by an operator (vmoer/live/compiled.py); else None. What is read here
-        is compared again on every pass, so it is to be little."""
+        """The answer in compiled code by an operator (vmoer/live/compiled.py), where `numbers` says that it may be; else None.
+        What is read here is compared again on every pass, so it is to be little."""
         number, now = self.vmoer_number, context.under_way()
-        if number == compiled.ALONE or now is None or not now.repeats or u_TD.dim() != 2:
+        if number == compiled.ALONE or now is None or not now.repeats or number not in now.asked.numbers:
             return None
-        if self.training or torch.is_grad_enabled() or torch.is_autocast_enabled(u_TD.device.type):
+        if self.training or u_TD.dim() != 2 or torch.is_grad_enabled() or torch.is_autocast_enabled(u_TD.device.type):
             return None
         record: Any = now.asked.record
-        if record is None or record.tape is None or number not in record.tape.numbers:
+        if record is not None and record.tape is None:
             return None
-        names = ",".join(record.tape.names)
-        if compiled.silent(number):
-            out = super().forward(u_TD)  # type: ignore[misc]
-            signals_TG = torch.ops.vmoer.signals(u_TD, out[compiled.place(number, "logits")], number, names)
-        else:
+        names = "" if record is None else ",".join(record.tape.names)
+        if not compiled.silent(number):
             *out, signals_TG = torch.ops.vmoer.answer(u_TD, now.positions_T, number, names)
-        record.put_on_tape(now, signals_TG, compiled.lanes(names), out[compiled.place(number, "indices")])
+        else:
+            out = super().forward(u_TD)  # type: ignore[misc]
+            if record is not None:
+                signals_TG = torch.ops.vmoer.signals(u_TD, out[compiled.place(number, "logits")], number, names)
+        if record is not None:
+            record.put_on_tape(now, signals_TG, compiled.lanes(names), out[compiled.place(number, "indices")])
+        now.seen.add(number)
+        if len(now.seen) == len(now.asked.numbers):
+            context.over()
         return tuple(out)
 
     def _in_parts(self, now: Pass, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
