@@ -1,7 +1,8 @@
 """What reading the uncertainty costs on this machine, and whether what is read is right: see vmoer/bench/reading.py.
 
 python benchmarks/signals.py --out DIR [--parts check,prefill,generate,fit,predict,compiled] [--geometries A,B]
-                             [--methods A,B] [--batches 1,16] [--seconds 450] [--meet FOLDER --among 10 --patience 300]
+                             [--methods A,B] [--batches 1,16] [--tokens 1024] [--seconds 450]
+                             [--meet FOLDER --among 10 --patience 300]
 
 DIR keeps the rows of former runs, so that parts, geometries and methods can be measured in runs of their own; a row that is
 measured again replaces its former one. The table and the claims at the end are those of all rows.
@@ -55,6 +56,7 @@ def main() -> int:
     parser.add_argument("--geometries", default=",".join(overhead.KNOWN))
     parser.add_argument("--methods", default=",".join(reading.usual()))
     parser.add_argument("--batches", default="1,16", help="of generation")
+    parser.add_argument("--tokens", default="", help="of prefills; every size by default")
     parser.add_argument("--seconds", type=float, default=450)
     parser.add_argument(
         "--meet", type=Path, help="a folder where processes that measure at the same time wait for their turn"
@@ -91,6 +93,7 @@ def main() -> int:
         machine=overhead.machine(),
         go_on=True,
         batches=tuple(int(size) for size in args.batches.split(",")),
+        sizes=tuple(int(size) for size in args.tokens.split(",") if size),
         turn=contextlib.nullcontext if args.meet is None else turns(args.meet, args.among, start + args.patience),
     )
     print("\n".join(["", reading_rows.table(rows), *checks, ""]), flush=True)

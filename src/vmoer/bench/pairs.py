@@ -36,6 +36,8 @@ class Bench:
     machine: dict[str, Any] = field(default_factory=dict)
     batches: tuple[int, ...] = (1, 16)
     """Of generation."""
+    sizes: tuple[int, ...] = ()
+    """Tokens of the prefills to measure; all of them if nothing is said."""
     turn: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     """Held while generation is timed: where several processes measure, each has its turn."""
 

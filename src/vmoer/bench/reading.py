@@ -70,7 +70,7 @@ def fitted(plain: nn.Module, key: str, layers: list[int]) -> nn.Module:
 def prefill(bench: Bench, name: str, plain: nn.Module, models: dict[str, nn.Module], share: float) -> None:
     """Prefills: the large one, and the small one launched by the host and by a CUDA graph."""
     for tokens, graph, budget in ((LARGE, False, 0.5), (SMALL, False, 0.35), (SMALL, True, 0.15)):
-        if graph and DEVICE == "cpu":
+        if (graph and DEVICE == "cpu") or (bench.sizes and tokens not in bench.sizes):
             continue
         run = Prefill(plain, tokens)
         works, base = both(models, run.of), run.of(plain)
