@@ -20,7 +20,7 @@ from transformers import CompileConfig
 
 import vmoer
 from vmoer.errors import InputError
-from vmoer.live import tape
+from vmoer.live import compiled, tape
 from vmoer.live.attach import reconfigured, routers_of
 from vmoer.live.variational import VariationalGate
 
@@ -32,11 +32,20 @@ pytestmark = [
 
 
 @pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Routers are operators here as they are on a GPU; `lines` goes through them line by line, as on a CPU."""
+    monkeypatch.setattr(compiled, "on_gpu", lambda x: True)
     torch._dynamo.reset()
     counters.clear()
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture(params=["operators", "lines"])
+def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "lines":
+        monkeypatch.setattr(compiled, "on_gpu", lambda x: False)
+    return str(request.param)
 
 
 def attached(key: str) -> Any:
@@ -55,14 +64,14 @@ def check(ours: Any, theirs: Any) -> None:
 @pytest.mark.parametrize(
     ("key", "signals"), [("vglr-fc", None), ("vtsr", None), ("map", ["novelty"]), ("vglr-mf", "all")]
 )
-def test_passes_and_records_compile_nothing_anew(key: str, signals: Any) -> None:
+def test_passes_and_records_compile_nothing_anew(key: str, signals: Any, either: str) -> None:
     model, batch = attached(key), tiny.batch()
-    compiled: Any = torch.compile(model, fullgraph=True, backend="eager")
+    fast: Any = torch.compile(model, fullgraph=True, backend="eager")
     with torch.no_grad():
         for passes in (1, 3, 2):
-            with vmoer.record(compiled, signals=signals) as ours:
+            with vmoer.record(fast, signals=signals) as ours:
                 for _ in range(passes):
-                    logits = compiled(**batch).logits
+                    logits = fast(**batch).logits
             with vmoer.record(model, signals=signals) as theirs:
                 for _ in range(passes):
                     expected = model(**batch).logits
@@ -82,9 +91,9 @@ def test_compiled_code_compares_nothing_of_a_router_but_its_number(key: str) -> 
         compared.extend(guard.name for guard in guards)
         return [True for _ in guards]
 
-    compiled: Any = torch.compile(model, fullgraph=True, backend="eager", options={"guard_filter_fn": every})
-    with torch.no_grad(), vmoer.record(compiled):
-        compiled(**batch)
+    fast: Any = torch.compile(model, fullgraph=True, backend="eager", options={"guard_filter_fn": every})
+    with torch.no_grad(), vmoer.record(fast):
+        fast(**batch)
     assert any("vmoer_number" in name for name in compared)
     of_routers = {name.partition("['router']")[2] for name in compared if "['router']" in name}
     assert not [name for name in of_routers if "vmoer" in name and not name.startswith(".vmoer_number")]
@@ -100,10 +109,10 @@ def test_other_families_compile_alike(name: str, operators: bool) -> None:
     batch = tiny.batch()
     vmoer.fit(model, [batch])
     model.set_experts_implementation("batched_mm")
-    compiled: Any = torch.compile(model, fullgraph=True, backend="aot_eager")
+    fast: Any = torch.compile(model, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
-        with vmoer.record(compiled) as ours:
-            compiled(**batch)
+        with vmoer.record(fast) as ours:
+            fast(**batch)
         with vmoer.record(model) as theirs:
             model(**batch)
     for signal, value in theirs.signals.items():
@@ -130,18 +139,18 @@ def test_torch_accepts_the_operator(key: str, names: str) -> None:
 def test_a_router_that_has_changed_is_compiled_again(change: str) -> None:
     """Compiled code finds it by a number, so what it read before must not be read again."""
     model, batch = attached("vglr-fc"), tiny.batch()
-    compiled: Any = torch.compile(model, fullgraph=True, backend="eager")
+    fast: Any = torch.compile(model, fullgraph=True, backend="eager")
     with torch.no_grad():
-        with vmoer.record(compiled) as before:
-            compiled(**batch)
+        with vmoer.record(fast) as before:
+            fast(**batch)
         if change == "parameter":
             for router in routers_of(model).values():
                 router.heads.weight = torch.nn.Parameter(router.heads.weight + 0.5, requires_grad=False)
         elif change == "statistics":
             vmoer.fit(model, [{**batch, "input_ids": batch["input_ids"] // 2}])
         with reconfigured(model, samples=2) if change == "settings" else nullcontext():
-            with vmoer.record(compiled) as ours:
-                compiled(**batch)
+            with vmoer.record(fast) as ours:
+                fast(**batch)
             with vmoer.record(model) as theirs:
                 model(**batch)
     check(ours, theirs)
@@ -150,13 +159,13 @@ def test_a_router_that_has_changed_is_compiled_again(change: str) -> None:
 
 def test_nothing_of_a_detached_method_is_held() -> None:
     model, batch = attached("vglr-mf"), tiny.batch()
-    compiled: Any = torch.compile(model, fullgraph=True, backend="eager")
-    with torch.no_grad(), vmoer.record(compiled) as rec:
-        compiled(**batch)
+    fast: Any = torch.compile(model, fullgraph=True, backend="eager")
+    with torch.no_grad(), vmoer.record(fast) as rec:
+        fast(**batch)
     router = weakref.ref(next(iter(routers_of(model).values())).heads.weight)
     vmoer.detach(model)
     torch._dynamo.reset()
-    del rec, compiled
+    del rec, fast
     gc.collect()
     assert router() is None
 
@@ -164,15 +173,15 @@ def test_nothing_of_a_detached_method_is_held() -> None:
 def test_a_copy_is_another_router() -> None:
     model, batch = attached("vglr-mf"), tiny.batch()
     with torch.no_grad():
-        compiled: Any = torch.compile(model, fullgraph=True, backend="eager")
-        with vmoer.record(compiled) as first:
-            compiled(**batch)
+        fast: Any = torch.compile(model, fullgraph=True, backend="eager")
+        with vmoer.record(fast) as first:
+            fast(**batch)
         other = copy.deepcopy(model)
         for router in routers_of(other).values():
             router.heads.weight += 0.5
-        compiled = torch.compile(other, fullgraph=True, backend="eager")
-        with vmoer.record(compiled) as ours:
-            compiled(**batch)
+        fast = torch.compile(other, fullgraph=True, backend="eager")
+        with vmoer.record(fast) as ours:
+            fast(**batch)
         with vmoer.record(other) as theirs:
             other(**batch)
     check(ours, theirs)
@@ -181,28 +190,28 @@ def test_a_copy_is_another_router() -> None:
 
 def test_a_record_keeps_what_the_next_one_writes_over() -> None:
     model, batch = attached("vglr-fc"), tiny.batch()
-    compiled: Any = torch.compile(model, fullgraph=True, backend="eager")
+    fast: Any = torch.compile(model, fullgraph=True, backend="eager")
     other = {**batch, "input_ids": batch["input_ids"].flip(0)}
     with torch.no_grad():
-        with vmoer.record(compiled) as first:
-            compiled(**batch)
-        with vmoer.record(compiled) as second:
-            compiled(**other)
+        with vmoer.record(fast) as first:
+            fast(**batch)
+        with vmoer.record(fast) as second:
+            fast(**other)
         with vmoer.record(model) as expected:
             model(**batch)
     check(first, expected)
     assert not torch.equal(second.signals["novelty"], first.signals["novelty"])
 
 
-def test_eager_and_compiled_passes_of_one_record_keep_their_order() -> None:
+def test_eager_and_compiled_passes_of_one_record_keep_their_order(either: str) -> None:
     model, batch = attached("vtsr"), tiny.batch()
-    compiled: Any = torch.compile(model, fullgraph=True, backend="eager")
+    fast: Any = torch.compile(model, fullgraph=True, backend="eager")
     other = {**batch, "input_ids": batch["input_ids"].flip(0)}
     with torch.no_grad():
-        with vmoer.record(compiled) as ours:
-            compiled(**batch)
+        with vmoer.record(fast) as ours:
+            fast(**batch)
             model(**other)
-            compiled(**other)
+            fast(**other)
         with vmoer.record(model) as theirs:
             for given in (batch, other, other):
                 model(**given)
@@ -212,17 +221,17 @@ def test_eager_and_compiled_passes_of_one_record_keep_their_order() -> None:
 def test_more_tokens_than_the_tape_holds_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tape, "COLUMNS", 40)
     model, batch = attached("vglr-mf"), tiny.batch()
-    compiled: Any = torch.compile(model, fullgraph=True, backend="eager")
-    with torch.no_grad(), vmoer.record(compiled) as rec:
+    fast: Any = torch.compile(model, fullgraph=True, backend="eager")
+    with torch.no_grad(), vmoer.record(fast) as rec:
         for _ in range(3):
-            compiled(**batch)
+            fast(**batch)
     with pytest.raises(InputError, match="more than 40 tokens of compiled passes"):
         _ = rec.signals
 
 
 @pytest.mark.parametrize("key", ["vglr-fc", "vtsr"])
 @pytest.mark.filterwarnings("ignore")
-def test_transformers_compiles_a_recorded_generation(key: str) -> None:
+def test_transformers_compiles_a_recorded_generation(key: str, either: str) -> None:
     """A static cache is the switch. Oracle: the same generation with compiling switched off."""
     model, batch = attached(key), tiny.batch()
     ids = batch["input_ids"][:, :5]

@@ -4,7 +4,8 @@ Compiled code is entered through guards: whatever Python it was made from is com
 The most expensive are those on tensors, and a router has many. An operator that finds its router by a number has none. But then
 nobody sees that a parameter has been put somewhere else, where a CUDA graph would not look. So `numbered` compares them when a
 record or a `model.generate` begins, and a router that has changed gets a new number: code that was compiled for the former one is
-not entered again. Compiled passes outside of both go through their routers line by line.
+not entered again. Compiled passes outside of both go through their routers line by line; so do all on a CPU, where the compiler
+makes one loop of many small steps, and an operator's Python is run on every pass.
 
 Shapes: T tokens, N experts, D model, K selected, G signals.
 """
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from vmoer.live.context import NOTHING, Pass
 from vmoer.live.signals import Inputs, columns, token_signals
+from vmoer.numerics import kernels
 from vmoer.numerics.kernels import TOLD
 
 ALONE = 0
@@ -37,6 +39,7 @@ _NUMBERS = itertools.count(ALONE + 1)
 _KNOWN: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
 _GATES: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _LOCK = threading.Lock()
+on_gpu = kernels.available
 
 
 def numbered(gates: list[Any]) -> tuple[int, ...]:
@@ -64,7 +67,7 @@ def leave(gate: Any) -> None:
 
 def _number(gate: Any) -> int:
     method = gate.vmoer
-    if gate.vmoer_gate.types is None or not method.repeats:
+    if gate.vmoer_gate.types is None or not method.repeats or not on_gpu(method.novelty_root_RD):
         return ALONE
     method.halves()  # found here, so that it is not first found inside a CUDA graph's memory
     held = [x for m in gate.modules() for kept in (m._parameters, m._buffers) for x in kept.values() if x is not None]

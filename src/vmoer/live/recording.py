@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from vmoer.errors import InputError
-from vmoer.live import html
+from vmoer.live import context, html
 from vmoer.live.context import NOTHING, Attachment, Pass
 from vmoer.live.layers import LayerRecord, compute_signals, divergences
 from vmoer.live.signals import Inputs, Rows, Wanted, columns, names, token_signals, tried
@@ -175,6 +175,7 @@ class Record:
         if len(now.told) == len(tape.layers):
             columns = [lanes.index(name) for name in tape.names]
             tape.write(now.shape, now.mask_BT, [told[0] for told in now.told], columns, [told[1] for told in now.told])
+            context.over()
 
     @torch.no_grad()
     def describe(self, method: Router, u_TD: Tensor, routing: Routing) -> dict[str, Tensor]:

@@ -72,9 +72,10 @@ class VariationalGate(nn.Module):
                 signals_TG = torch.ops.vmoer.signals(u_TD, out[compiled.place(number, "logits")], number, names)
         if record is not None:
             record.put_on_tape(now, signals_TG, compiled.lanes(names), out[compiled.place(number, "indices")])
-        now.seen.add(number)
-        if len(now.seen) == len(now.asked.numbers):
-            context.over()
+        else:
+            now.seen.add(number)
+            if len(now.seen) == len(now.asked.numbers):
+                context.over()
         return tuple(out)
 
     def _in_parts(self, now: Pass, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
