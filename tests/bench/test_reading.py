@@ -237,6 +237,29 @@ def test_the_committed_rows_against_their_bounds() -> None:
     assert f"{row['method']} {row['mode']} with {percent(row, 1)}; the same router recorded has" in prose
 
 
+def test_readme_and_docs_quote_the_rows() -> None:
+    root = Path(__file__).parents[2]
+    rows = [
+        row for path in (root / "results" / "signals").glob("*.json") for row in json.loads(path.read_text())["rows"]
+    ]
+
+    def most(digits: int, **about: Any) -> str:
+        own = [row["ratio"] for row in rows if {"mode": "recorded", **about}.items() <= row.items()]
+        return f"{100 * (max(own) - 1):.{digits}f}%"
+
+    long, short = most(1, part="prefill", tokens=16384), most(1, part="prefill", tokens=1024, launch="eager")
+    eager, fast = (most(digits, part="generate", launch=launch) for digits, launch in ((0, "eager"), (1, "compiled")))
+    said = {
+        name: " ".join((root / name).read_text().split())
+        for name in ("README.md", "docs/signals.md", "docs/generating.md")
+    }
+    assert f"at most +{long}, and 1,024 tokens launched by the host up to {short}" in said["README.md"]
+    assert f"up to {eager} longer launched by the host and up to {fast} compiled" in said["README.md"]
+    assert f"at most +{long} of the time" in said["docs/signals.md"]
+    assert f"up to +{eager} launched by the host and up to +{fast} compiled" in said["docs/signals.md"]
+    assert f"The record itself took up to {fast}" in said["docs/generating.md"]
+
+
 def percent(row: dict[str, Any], digits: int) -> str:
     low, middle, high = (f"{100 * (row[name] - 1):+.{digits}f}" for name in ("low", "ratio", "high"))
     return f"{middle} [{low}, {high}]"
