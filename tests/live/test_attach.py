@@ -239,3 +239,22 @@ def test_states_that_are_not_finite_are_not_fitted(value: float) -> None:
     with pytest.raises(InputError, match="are not finite numbers; nothing was fitted"):
         vmoer.fit(model, [{"input_ids": torch.tensor([[5, 6, 7]])}])
     assert all(a is b.novelty_root_RD for a, b in zip(before, routers_of(model).values(), strict=True))
+
+
+def test_layers_are_hooked_when_training_begins() -> None:
+    """Compiled code compares every hook on every pass, and at inference they have nothing to do."""
+    model: Any = vmoer.attach(tiny.model("granitemoe"), vmoer.MeanField())
+    batch = tiny.batch()
+
+    def hooks() -> list[int]:
+        return [len(layer._forward_pre_hooks) for layer in model.model.layers]
+
+    with torch.no_grad():
+        model.eval()(**batch)
+    assert not any(hooks())
+    for step in range(2):
+        with vmoer.record(model, step=step):
+            model.train()(**batch)
+        assert hooks() == [1] * len(hooks())
+    vmoer.detach(model)
+    assert not any(hooks())

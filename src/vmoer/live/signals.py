@@ -59,13 +59,12 @@ def token_signals(inputs: Inputs, posterior: Posterior | None, wanted: Wanted = 
     """The signals that a record asked for."""
     named = None if wanted is None or wanted == "all" else {*wanted}
     of_posterior = None if named is None else named - {"gate_entropy", "novelty"}
-    wants_both = inputs.method.fitted and (named is None or {"gate_entropy", "novelty"} <= named)
     found: dict[str, Tensor] = {}
     both, pair_T2 = None, None
     if posterior is not None and of_posterior != set() and inputs.method.gate.scoring.score == "softmax":
         both = posterior.signals_and_entropy(inputs.weight_TN)
-    if wants_both and both is None and inputs.method.gate.scoring.score == "softmax" and kernels.available(inputs.u_TD):
-        pair_T2 = kernels.entropy_and_novelty(inputs.weight_TN, inputs.u_TD, inputs.method.halves())
+    if both is None and inputs.method.fitted and (named is None or {"gate_entropy", "novelty"} <= named):
+        pair_T2 = _entropy_and_novelty(inputs)
     if pair_T2 is not None:
         found["gate_entropy"] = pair_T2[:, 0]
     elif named is None or "gate_entropy" in named:
@@ -84,6 +83,14 @@ def token_signals(inputs: Inputs, posterior: Posterior | None, wanted: Wanted = 
     for name in sorted(named - found.keys()):
         raise _no_such(name, inputs.method, posterior)
     return {name: value for name, value in found.items() if name in named}
+
+
+def _entropy_and_novelty(inputs: Inputs) -> Tensor | None:
+    """[T, 2], where one kernel finds both."""
+    method, u_TD = inputs.method, inputs.u_TD
+    if method.gate.scoring.score != "softmax" or u_TD.dtype != torch.bfloat16 or not kernels.available(u_TD):
+        return None
+    return kernels.entropy_and_novelty(inputs.weight_TN, u_TD, method.halves())
 
 
 def columns(signals: Sequence[Tensor | None], u_TD: Tensor) -> Tensor:

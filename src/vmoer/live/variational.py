@@ -166,9 +166,8 @@ class VariationalGate(nn.Module):
         return Call(self.vmoer_layer, *about, self.vmoer_attachment.layers, current.drawn)
 
     def __reduce__(self) -> Any:
-        state = {
-            name: value for name, value in self.__dict__.items() if name != "vmoer_number"
-        }  # a copy is another router
+        # a copy is another router, so it has not this one's number
+        state = {name: value for name, value in self.__dict__.items() if name != "vmoer_number"}
         return _rebuild, (type(self).__mro__[2],), state
 
 
